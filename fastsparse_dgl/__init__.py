@@ -1,4 +1,4 @@
-"""DGL layers on FastSparse: the same parameters and numbers as the originals, less time and memory.
+"""Drop-in DGL layers on FastSparse kernels, with the same parameters and options as DGL's.
 
 >>> from fastsparse_dgl import FastGraphConv  # was: from dgl.nn import GraphConv
 

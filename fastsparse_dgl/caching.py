@@ -3,8 +3,8 @@
 Nothing is stored on the DGLGraph itself. It is a wrapper: ``to``, ``clone``, ``local_var`` and pickling copy
 its attributes, and in-place changes such as ``add_edges`` keep them, so stored structures would become wrong.
 The cache is keyed on ``graph._graph``, the handle of DGL's C++ object. DGL replaces the handle whenever the
-structure changes, and wrappers share a handle only while they describe the same structure. The key is a weak
-reference, so an entry is freed with the last graph that uses it. A changed graph never finds an old entry.
+structure changes, so a changed graph never finds an old entry. The key is a weak reference, so an entry is
+freed with the last graph that uses it.
 
 The slice ``graph[etype]`` of a heterogeneous graph gets a new handle every time, for the same C++ object.
 :func:`relation` makes slices that share the first handle, which is kept as long as that of the whole graph.
@@ -111,7 +111,7 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
         check_graph(graph)
         warn_once(
             f"graphs are converted in every forward pass, which is slow: DGL {dgl.__version__} has no "
-            "`DGLGraph._graph` to find them by. Install DGL 2.1.0, or pass `fastsparse_dgl.prepare(graph)`"
+            "`DGLGraph._graph`, the cache's key. Install DGL 2.1.0, or pass `fastsparse_dgl.prepare(graph)`"
         )
         return adjacency_from_graph(graph, device)
     host = getattr(handle, "host", handle)  # `_on_host`, inlined too
@@ -173,7 +173,7 @@ def prepare(
         device: device of the features; None: the graph's device.
         etype: edge type, for a graph with several. :class:`fastsparse_dgl.FastHeteroGraphConv` finds the
             result in the cache; pass the Adjacency to other layers.
-        backward: whether to build also the transposed structure, which training needs.
+        backward: whether to also build the transposed structure, which training needs.
 
     Returns:
         The structure, rows = destinations, with edge values in the order of DGL's edge ids.

@@ -219,7 +219,7 @@ def _is_block(item: Any) -> bool:
 
 
 class _BlocksArgument(Argument):
-    """The blocks of a batch. Nodes are ordered by hop, so the nodes of a later block come first in all."""
+    """The blocks of a batch. Nodes are ordered by hop: a block begins with the nodes of the next block."""
 
     sizes: Sizes
 

@@ -169,7 +169,7 @@ _living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def serve(types: tuple[str, ...]) -> None:
-    """Sets the types of devices whose graphs have a DeviceIndex. Existing indices elsewhere are stranded."""
+    """Sets the types of devices whose graphs have a DeviceIndex. Existing indices elsewhere stop working."""
     global device_types
     device_types = types
     for index in list(_living.values()):
@@ -357,8 +357,8 @@ def _moved(item: Any, device: torch.device) -> Any:
 def pin_memory_(original: Any, index: Any) -> Any:
     """Replaces ``HeteroGraphIndex.pin_memory_``: the error of a DGL without CUDA, with a workaround."""
     raise DGLError(
-        "pinning a graph (graph.pin_memory_(), DataLoader(use_uva=True)) needs a DGL with CUDA: leave"
-        " use_uva out, so that batches are sampled on the CPU and moved to the GPU, or pass graph.to('cuda')"
+        "pinning a graph (graph.pin_memory_(), DataLoader(use_uva=True)) needs a DGL with CUDA. Leave "
+        "use_uva out: batches are then sampled on the CPU and moved to the GPU. Or pass graph.to('cuda')"
     )
 
 

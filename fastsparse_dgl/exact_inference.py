@@ -37,10 +37,10 @@ def inference(
     processed in tiles that fit into memory. Features and results of layers are on the device if they fit
     there, otherwise on the host. No gradients are recorded.
 
-    The model must be a loop over its graph layers with normalisation, activation and dropout between them.
-    Attention heads are concatenated; those of the last layer may also be averaged. A run on a small graph
-    finds out which functions these are. For other models, pass the layers as a list, with row-wise functions
-    between them.
+    The model must be a loop over its graph layers with normalisation, activation and dropout between them. It
+    must concatenate attention heads, except in the last layer, where it may average them. A run on a small
+    graph finds out which functions are between the layers. For other models, pass the layers as a list, with
+    row-wise functions between them.
 
     Args:
         model: module, or list of graph layers and functions.

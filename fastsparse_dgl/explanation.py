@@ -22,8 +22,8 @@ _IF_EMPTY = (
 def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
     """Runs a model once and tells which implementation computed each of its graph layers, and why.
 
-    The run has no other effect: it computes no gradients, and buffers (such as running statistics) and the
-    random number generators are restored.
+    The run computes no gradients. Afterwards, buffers (such as running statistics) and the random number
+    generators are restored.
 
     Args:
         model: a layer or a model.

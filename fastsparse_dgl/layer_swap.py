@@ -72,7 +72,7 @@ def restore(model: Module) -> None:
     core.restore(model, DROP_INS)
     for module in model.modules():
         if is_graph_layer(module):
-            FIRST_CALLS.forget(module, left="restore() was called on it")
+            FIRST_CALLS.forget(module, left="restore() was called on this layer")
 
 
 def as_drop_in(layer: Module) -> Module:

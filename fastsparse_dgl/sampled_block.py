@@ -30,9 +30,9 @@ class SampledBlock:
     """Sampled block on a GPU, with the part of the interface of DGL's blocks that models use.
 
     DGL's wheels from PyPI cannot create a graph on a GPU. Drop-in layers and
-    :class:`fastsparse_dgl.FastHeteroGraphConv` take this object as a graph. Message passing and layers
-    without a drop-in need :func:`fastsparse_dgl.enable`: then all other methods of DGL's blocks exist,
-    because a DGL block that shares the data is created on demand. ``to("cpu")`` always returns a DGL block.
+    :class:`fastsparse_dgl.FastHeteroGraphConv` accept this object as a graph. Message passing and layers
+    without a drop-in need :func:`fastsparse_dgl.enable`: for all other methods of DGL's blocks, a DGL block
+    that shares the data is then created on demand. ``to("cpu")`` always returns a DGL block.
 
     As in DGL, a block of a sampler has all data of the graph; a feature is gathered when it is first read.
 
@@ -272,7 +272,7 @@ class SampledBlock:
         if not dgl_can_hold(self.device):
             raise MissingError(
                 f"block.{name} needs a DGL block, but this DGL supports none on {self.device}: call "
-                "fastsparse_dgl.enable() before, or use block.to('cpu')"
+                "fastsparse_dgl.enable() first, or use block.to('cpu')"
             )
         return getattr(self._of_dgls(), name)
 

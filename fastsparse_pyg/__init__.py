@@ -1,4 +1,4 @@
-"""Drop-in PyG layers on FastSparse kernels: the same parameters, options and numbers, less time and memory.
+"""Drop-in PyG layers on FastSparse kernels, with the same parameters and options as PyG's.
 
 from fastsparse_pyg import FastGCNConv          # was: from torch_geometric.nn import GCNConv
 """

@@ -65,9 +65,9 @@ def lookup(
         stamp = tuple(map(stamp_of, parts))
     except RuntimeError:  # inference tensors have no version counter, so in-place edits cannot be detected
         warn_once(
-            "the graph is converted in every forward pass, which is slow: it was made in inference mode, "
-            "where PyTorch does not count edits. Use torch.no_grad() in place of torch.inference_mode(), or "
-            "make the graph before"
+            "edge_index is converted in every forward pass, which is slow: it was created in inference mode, "
+            "where PyTorch does not track edits. Use torch.no_grad() instead of torch.inference_mode(), or "
+            "create edge_index before entering inference mode"
         )
         return layer_cache.count_miss(outside_inference_mode(build))
     if torch.is_inference_mode_enabled():
@@ -114,7 +114,7 @@ def stamp_of(tensor: Tensor) -> Hashable:
     """Properties of a tensor that change when its content is edited through PyTorch; reads no content.
 
     Raises:
-        RuntimeError: for inference tensors, which do not count their versions.
+        RuntimeError: for inference tensors, which have no version counter.
     """
     if isinstance(tensor, EdgeIndex):  # a wrapper: it has a version of its own, and no address
         return tensor._version, stamp_of(tensor._data)

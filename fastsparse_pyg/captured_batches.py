@@ -406,7 +406,7 @@ def _readouts(held: list[Held]) -> Iterator[None]:
 def _call_dense_now(
     x: Any, batch: Any = None, fill_value: Any = 0.0, max_num_nodes: Any = None, batch_size: Any = None
 ) -> Any:
-    """Replacement code of `to_dense_batch`. It runs with the globals of PyG's module, hence the import."""
+    """Replaces the code of `to_dense_batch`. It runs with the globals of PyG's module, hence the import."""
     import sys
 
     dense_now: Any = sys.modules["fastsparse_pyg.captured_batches"]._dense_now
@@ -421,10 +421,10 @@ cures |= {
     ),
     **dict.fromkeys(
         ("dropout_edge", "dropout_node", "dropout_path", "dropout_adj"),
-        "Pass edge_weight=(torch.rand(num_edges, device=...) >= p).float() to the layers instead, which "
-        "leaves the same edges out",
+        "To drop edges with probability p, pass edge_weight=(torch.rand(num_edges, device=...) >= p).float() "
+        "to the layers instead",
     ),
-    **dict.fromkeys(("to_dense_batch", "to_dense_adj"), "Give it the sizes: batch_size and max_num_nodes"),
+    **dict.fromkeys(("to_dense_batch", "to_dense_adj"), "Pass batch_size and max_num_nodes to it"),
 }
 register(Data, _argument_of)
 register(HeteroData, _argument_of)

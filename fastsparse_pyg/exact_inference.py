@@ -41,8 +41,8 @@ def inference(
 
     The model must be a loop over its graph layers with normalisation, activation and dropout between them,
     such as PyG's ``GraphSAGE``, ``GCN`` and ``GAT`` without jumping knowledge. A run on a small graph finds
-    out which functions these are. For other models, pass the layers as a list, with row-wise functions
-    between them.
+    out which functions are between the layers. For other models, pass the layers as a list, with row-wise
+    functions between them.
 
     Args:
         model: module, or list of graph layers and functions.

@@ -32,7 +32,7 @@ _MACHINERY = (
 
 
 def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> core.Report:
-    """Replaces the graph layers of a PyG model by FastSparse's in place, including layers you wrote.
+    """Replaces the graph layers of a PyG model by FastSparse's in place, including your own layers.
 
     Only the class of a layer object changes, for example from ``GCNConv`` to ``FastGCNConv``. Parameters,
     ``state_dict``, hooks, caches, training mode and references (such as the optimizer's) stay the same.
@@ -51,7 +51,8 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
         verify: whether every layer compares its first call on a kernel with PyG's own code: outputs, and
             gradients of inputs and parameters for a random output gradient. If they differ, the call raises
             an error and the layer is restored, so the next call runs PyG's code. If the first calls fall back
-            to PyG's code, for example on small graphs, a log record says that nothing was compared yet.
+            to PyG's code, for example on small graphs, a log record says so; the first call on a kernel is
+            then the one that is compared.
 
     Returns:
         The report: one row per graph layer; ``print`` shows it as a table.
@@ -96,7 +97,7 @@ def restore(model: Module) -> None:
     core.restore(model, DROP_INS)
     for module in model.modules():
         if isinstance(module, MessagePassing):
-            FIRST_CALLS.forget(module, left="restore() was called on it")
+            FIRST_CALLS.forget(module, left="restore() was called on this layer")
             forget_verification(module)
             if getattr(vars(module).get("propagate"), "__func__", None) is AnyLayer.propagate:
                 del module.propagate  # left there by explain mode

@@ -27,11 +27,11 @@ def prepare(
 ) -> Adjacency:
     """Converts a graph now and builds everything that training needs, so that no later call has to.
 
-    Layers convert their graph themselves and cache the result. Call this function to choose when that
-    happens, to pass the result to layers in place of `edge_index`, or to store it with the data. A `Data` or
-    `Batch` also gets it as its attribute `adjacency`, which moves with `data.to(device)` and is pickled with
-    the data. The result describes the edges as they are now: call `prepare` again after a change. Prepare a
-    batch, not its items.
+    Layers convert their graph at their first call and cache the result. Call this function to convert the
+    graph earlier, to pass the result to layers in place of `edge_index`, or to store the result with the
+    data. A `Data` or `Batch` also gets the result as its attribute `adjacency`, which moves with
+    `data.to(device)` and is pickled with the data. After a change of the edges, call `prepare` again. Prepare
+    a batch, not its items.
 
     Args:
         graph: `Data` or `Batch` (its `edge_index`, else its `adj_t`), (2, E) int32/int64 tensor, EdgeIndex,

@@ -25,10 +25,10 @@ def tiled(model: Module, *, tile_rows: int | None = None, offload: bool = False)
     With a :class:`~fastsparse_core.distributed.PartitionedAdjacency` in place of ``edge_index``, features,
     ``rows`` and results are those of the process's own nodes, and all processes must make the same calls.
 
-    It computes on the device of the edges. The features (N, F) may be in host memory, preferably page-locked:
-    with ``offload``, they take GPU memory during the first layer only. An :class:`~fastsparse_core.Adjacency`
-    from ``from_csr(copy=False)`` saves memory. Parameters may change between calls, but the list of layers
-    may not.
+    All tiles are computed on the device of the edges. The features (N, F) may be in host memory, preferably
+    page-locked: with ``offload``, they take GPU memory during the first layer only. To save memory, make the
+    edges an :class:`~fastsparse_core.Adjacency` with ``from_csr(copy=False)``. Parameters may change between
+    calls, but the list of layers may not.
 
     Args:
         model: a module, called as ``model(x, edge_index)``.

@@ -1,4 +1,4 @@
-"""The first call of a layer against PyG's own code: outputs and gradients."""
+"""Compares the first call of a layer with PyG's own code: outputs and gradients."""
 
 from __future__ import annotations
 
@@ -162,10 +162,10 @@ def _results(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 
 def _difference(got: Tensor | None, want: Tensor | None) -> str:
-    """What is wrong, "" if nothing is."""
+    """How two tensors differ; "" if they are close."""
     if got is None or want is None:
         other = want if got is None else got
-        return "" if other is None or not other.any() else "only one of the two layers has it"
+        return "" if other is None or not other.any() else "only one of the two layers computed it"
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"expected {want.dtype} {tuple(want.shape)}, got {got.dtype} {tuple(got.shape)}"
     if not want.is_floating_point() or not want.numel():

@@ -1,11 +1,14 @@
 """The command ``fastsparse``: scripts as they are, on FastSparse.
 
-It imports no PyTorch: the script runs in a Python of its own, started in place of this one, so its arguments,
-``__main__``, tracebacks and exit code are those of ``python script.py``. Two environment variables make it,
-and every Python process that it starts, enable FastSparse: `PYTHONPATH` begins with the folder ``startup``,
-whose ``sitecustomize`` Python imports before anything else, and :data:`~fastsparse_run.watch.VARIABLE` says
-what to enable when which package is imported. Packages register that as entry points of the group
-``fastsparse.enable``: the name is the imported package, the object a function without arguments.
+A new Python process replaces this one and runs the script, so the script's arguments, ``__main__``,
+tracebacks and exit code are those of ``python script.py``. Two environment variables enable FastSparse in the
+new process and in every Python process that it starts:
+
+- ``PYTHONPATH`` begins with the folder ``startup``. Python imports its ``sitecustomize`` before the script.
+- :data:`~fastsparse_run.watch.VARIABLE` lists packages, and the function to call when each is imported.
+
+Packages register these functions as entry points of the group ``fastsparse.enable``: the entry's name is the
+imported package, its object is a function without arguments.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ usage: fastsparse run [--report[=time]] [--report-json FILE] script.py [argument
        fastsparse doctor [--json]
        fastsparse tune [--device DEVICE] [--out FILE]
 
-run     run a script as Python would, with FastSparse in place of the slow parts of PyG, DGL and torch.sparse
-        --report            print what was computed by FastSparse, and why the rest was not, at the end
-        --report=time       measure the time of these calls, and of waiting for batches, too
-        --report-json FILE  write that to a file
-doctor  say what is installed and whether it works; --json says it to programs
-tune    measure this GPU
+run     run a Python script; FastSparse replaces the slow parts of PyG, DGL and torch.sparse
+        --report            at the end, print which calls FastSparse computed, and why not the others
+        --report=time       also measure the time of these calls, and the time spent waiting for batches
+        --report-json FILE  write the report to a JSON file
+doctor  check the installation; --json prints the result as JSON
+tune    measure on this GPU from which sizes on which kernel is faster
 
 FASTSPARSE_DISABLE=scatter,sparse_mm switches parts off: layers, scatter, pool, loaders, sparse_mm, shims, dgl
 """
@@ -96,7 +99,7 @@ def _run(given: list[str]) -> int:
     if given[0] != "-m" and not os.path.exists(given[0]):
         return _refuse(f"there is no file {given[0]!r}")
     if sys.flags.ignore_environment or sys.flags.no_site:
-        return _refuse("Python's options -E, -I and -S leave out what enables FastSparse; run without them")
+        return _refuse("Python's options -E, -I and -S leave FastSparse disabled; run without them")
     entries = importlib.metadata.entry_points(group=GROUP)
     actions = sorted({f"{entry.name}={entry.value}" for entry in entries})
     if not actions:

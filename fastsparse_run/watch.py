@@ -1,4 +1,4 @@
-"""Calls functions when packages are imported, and puts others in place of packages that are missing."""
+"""Calls functions when packages are imported, and provides modules for packages that are missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPORT_FILE = "FASTSPARSE_REPORT_JSON"
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Asks the other finders, and calls what is due after the package has been executed."""
+    """Finds a package by the other finders, and calls the registered functions after its import."""
 
     def __init__(self) -> None:
         self.after: dict[str, list[Callable[[], Any]]] = {}
@@ -55,7 +55,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
 
 class _Then(importlib.abc.Loader):
-    """A loader that calls something when the module has been executed."""
+    """A loader that calls functions after the module has been executed."""
 
     def __init__(self, loader: Any, actions: list[Callable[[], Any]], running: list[str]) -> None:
         self._loader, self._actions, self._running = loader, actions, running
@@ -76,7 +76,7 @@ class _Then(importlib.abc.Loader):
 
 
 class _StandIn(importlib.abc.Loader):
-    """Lets a function put a module in the place of one that is missing."""
+    """A loader for a missing module: a function puts another module into ``sys.modules``."""
 
     def __init__(self, action: Callable[[], Any], running: list[str]) -> None:
         self._action, self._running = action, running
@@ -154,7 +154,7 @@ def forget(package: str) -> None:
 
 
 def start(actions: str) -> None:
-    """Follows :data:`VARIABLE`."""
+    """Registers the functions that a value of :data:`VARIABLE` lists, and the report if it was requested."""
     for each in filter(None, actions.split(";")):
         package, _, place = each.partition("=")
         action = _Named(place)
@@ -189,13 +189,13 @@ class _Named:
             self.call()
 
     def call_if_due(self) -> None:
-        """What is called when the plugin itself has been imported."""
+        """Calls the function if the package was imported while the plugin was still being imported."""
         if self._is_due:
             self._is_due = False
             self.call()
 
     def call(self) -> None:
-        """Calls it, whatever is being imported."""
+        """Imports the function and calls it."""
         getattr(importlib.import_module(self._module), self._name)()
 
 
@@ -204,7 +204,7 @@ def _call(package: str, actions: Sequence[Callable[[], Any]]) -> None:
         try:
             action()
         except Exception as error:
-            print(f"fastsparse: {package} runs as it is: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"fastsparse: {package} runs unchanged: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _report() -> None:
@@ -216,7 +216,7 @@ def _report() -> None:
         return
     core = sys.modules.get("fastsparse_core")
     if core is None:
-        print("fastsparse: no report, as PyTorch was not imported", file=sys.stderr)
+        print("fastsparse: no report, because the script did not import PyTorch", file=sys.stderr)
         return
     found = core.report()
     if os.environ.get(REPORT):

@@ -365,7 +365,7 @@ FAULTS = (
     Fault(
         "a layer that restore() was called on becomes a drop-in again",
         "fastsparse_pyg/layer_swap.py",
-        '            FIRST_CALLS.forget(module, left="restore() was called on it")',
+        '            FIRST_CALLS.forget(module, left="restore() was called on this layer")',
         "            FIRST_CALLS.forget(module)",
         ("tests/pyg/test_pyg_enable.py::test_accelerate_and_restore_rule",),
     ),

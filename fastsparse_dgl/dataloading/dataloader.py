@@ -36,17 +36,17 @@ _IGNORED = (
 
 
 class DataLoader(dgl.dataloading.DataLoader):
-    """Drop-in replacement of :class:`dgl.dataloading.DataLoader` that samples on a GPU with pip's DGL.
+    """Drop-in replacement of :class:`dgl.dataloading.DataLoader`, for GPUs even if DGL has no CUDA.
 
-    With :class:`fastsparse_dgl.NeighborSampler` and ``device`` a GPU, neighbours are sampled there, on a
-    separate stream, two batches ahead. The graph may be on the CPU, or on the GPU after
-    :func:`fastsparse_dgl.enable`. It yields ``(input_nodes, output_nodes, blocks)``. ``srcdata``, ``dstdata``
-    and ``edata`` of the blocks have all data of the graph. The sampler's ``prefetch_node_feats``,
-    ``prefetch_labels`` and ``prefetch_edge_feats`` are gathered with the batch, and other data when they are
-    first read. Features that take more than half of the free memory stay on the host and are sent row by row.
-    With ``gpu_cache={"node": {"feat": count}}``, the GPU also keeps the features of the nodes with the most
-    outgoing edges. If DGL was built without CUDA, blocks are :class:`fastsparse_dgl.SampledBlock`, which
-    drop-in layers take.
+    With :class:`fastsparse_dgl.NeighborSampler` and ``device`` a GPU, neighbours are sampled on that GPU, on
+    a separate stream, two batches ahead. The graph may be on the CPU, or on the GPU after
+    :func:`fastsparse_dgl.enable`. A batch is ``(input_nodes, output_nodes, blocks)``. ``srcdata``,
+    ``dstdata`` and ``edata`` of the blocks have all data of the graph. The sampler's ``prefetch_node_feats``,
+    ``prefetch_labels`` and ``prefetch_edge_feats`` are gathered with the batch, other data at their first
+    read. Features that take more than half of the GPU's free memory stay on the host, and only the rows of a
+    batch are sent. With ``gpu_cache={"node": {"feat": count}}``, the GPU also keeps the features of the
+    ``count`` nodes with the most outgoing edges. If DGL was built without CUDA, blocks are
+    :class:`fastsparse_dgl.SampledBlock`, which drop-in layers accept.
 
     With another sampler or without a GPU, DGL's loader runs.
 
@@ -54,7 +54,7 @@ class DataLoader(dgl.dataloading.DataLoader):
         graph: DGLGraph.
         indices: seeds; a dict by node type if there are several.
         graph_sampler: a sampler.
-        device: device of the batches; None: the graph's device.
+        device: device of the batches; None: as in DGL, the graph's device, or the GPU with ``use_uva``.
         others: as in DGL. On a GPU, arguments about worker processes and DGL's own transfers are ignored.
 
     Raises:
@@ -107,7 +107,7 @@ class DataLoader(dgl.dataloading.DataLoader):
         if ignored:
             info_once(
                 _logger,
-                f"{', '.join(ignored)}: ignored, because {target} makes the batches during the step",
+                f"{', '.join(ignored)}: ignored, because batches are sampled on {target}",
             )
         if not is_on_gpu:
             indices = _on_cpu(indices)
@@ -173,8 +173,8 @@ def _read(argument: str, names: Any, types: list[Any], views: Any) -> None:
     if not isinstance(names, Mapping):
         if names and len(types) > 1:
             raise ValueError(
-                f"{argument}: expected a dict of names by type, as {{{types[0]!r}: {names!r}}}, for a graph "
-                f"of several types, got {names!r}"
+                f"{argument}: expected a dict of names by type, such as {{{types[0]!r}: {names!r}}}, for a "
+                f"graph of several types, got {names!r}"
             )
         names = {types[0]: names} if names else {}
     for of_type, wanted in names.items():
@@ -192,7 +192,7 @@ def _rows_to_keep(gpu_cache: Any) -> Mapping[str, int]:
         isinstance(count, Integral) and int(count) >= 0 for count in of_nodes.values()
     ):
         raise ValueError(
-            f'gpu_cache: expected numbers of nodes, as {{"node": {{"feat": 1000}}}}, got {gpu_cache!r}'
+            f'gpu_cache: expected numbers of nodes, such as {{"node": {{"feat": 1000}}}}, got {gpu_cache!r}'
         )
     return of_nodes
 

@@ -58,8 +58,8 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         use_ddp: as in DGL.
         ddp_seed: as in DGL.
         device: device of the batches; None: the CPU, as in DGL. Batches on a GPU need a DGL with CUDA, or
-            :func:`fastsparse_dgl.enable`. After that call, None means the GPU in epochs that begin after the
-            script has used the GPU.
+            :func:`fastsparse_dgl.enable`. After ``enable()``, None means the GPU for epochs that begin after
+            the script has used the GPU.
         kwargs: as in PyTorch's loader. Stored graphs need no worker processes, so ``num_workers`` and related
             arguments are ignored.
 
@@ -152,7 +152,7 @@ def _outline(dataset: Any) -> Outline:
     """The objects of a dataset, and the selected positions.
 
     Raises:
-        NotStored: the dataset is not known to be in memory, or may return other items every time.
+        NotStored: the dataset may not be in memory, or may return other items every time.
     """
     kind = type(dataset)
     if kind in (list, tuple):
@@ -164,7 +164,7 @@ def _outline(dataset: Any) -> Outline:
     if getattr(dataset, "_transform", None) is not None:
         raise NotStored("the dataset has a transform, which may give another graph every time")
     if not isinstance(dataset, dgl.data.DGLDataset) or not kind.__module__.startswith("dgl.data"):
-        raise NotStored(f"a dataset of type {kind.__name__} is not known to keep its graphs in memory")
+        raise NotStored(f"FastSparse cannot tell whether a {kind.__name__} keeps its graphs in memory")
     return [dataset], []
 
 

@@ -43,25 +43,25 @@ def tell_fallback(message: str, reason: str) -> None:
 
 
 class NeighborSampler(dgl.dataloading.NeighborSampler):
-    r"""Drop-in replacement of :class:`dgl.dataloading.NeighborSampler` that samples on GPUs with any DGL.
+    r"""Drop-in replacement of :class:`dgl.dataloading.NeighborSampler`, for GPUs even if DGL has no CUDA.
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
     section 3.1. With :class:`fastsparse_dgl.DataLoader` and a GPU, it samples on the GPU. Otherwise it
-    samples in C++ threads, also in DGL's ``DataLoader`` and its worker processes. As in DGL, every block
-    samples neighbours for all of its nodes. Random numbers come from PyTorch's generator, so
-    ``torch.manual_seed`` makes batches repeatable.
+    samples in C++ threads, also in DGL's ``DataLoader`` and its worker processes. As in DGL, every hop
+    samples neighbours for all nodes found so far, not only for new ones. Random numbers come from PyTorch's
+    generator, so ``torch.manual_seed`` makes batches repeatable.
 
     DGL's own code runs for ``edge_dir="out"`` and for excluded edges.
 
     Args:
         fanouts: number of neighbours per layer, starting with the first layer; -1: all. An item may be a dict
             by edge type.
-        prob: name of the edge data with weights; neighbours are sampled in proportion to them.
+        prob: name of the edge data with weights; neighbours are sampled in proportion to these weights.
         mask: name of the edge data that marks which edges may be sampled.
         others: as in DGL.
 
     Raises:
-        ValueError: fan-outs or weights do not fit; raised when sampling begins.
+        ValueError: fan-outs or weights do not fit the graph. The error is raised when sampling begins.
 
     Example:
         >>> import dgl, torch
@@ -106,8 +106,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         if exclude_eids is None:
             return ""
         return (
-            "excluded edges are not supported. Sampling takes as long as in DGL, and layers convert every "
-            "block. Keep `exclude` if the model must not see the edges that it predicts"
+            "excluded edges are not supported, so DGL samples, and layers convert every block. Leave out "
+            "`exclude` only if the model may see the edges that it predicts"
         )
 
     def start(self, g: GraphLike, seed_nodes: Any, device: torch.device) -> Draw:
@@ -124,8 +124,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         if not isinstance(seed_nodes, Mapping):
             if len(g.ntypes) != 1:
                 raise ValueError(
-                    f"seed_nodes: expected a dict by node type, as {{{g.ntypes[0]!r}: ids}}, for a graph of "
-                    f"node types {g.ntypes}, got {type(seed_nodes).__name__}"
+                    f"seed_nodes: expected a dict by node type, such as {{{g.ntypes[0]!r}: ids}}, for a "
+                    f"graph of node types {g.ntypes}, got {type(seed_nodes).__name__}"
                 )
             seed_nodes = {g.ntypes[0]: seed_nodes}
         core = self.prepare(g, device)
@@ -188,7 +188,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         layers = list(self.fanouts) if hasattr(self.fanouts, "__iter__") else []
         if not layers:
             raise ValueError(
-                "fanouts: expected a list with a number of neighbours for every layer, as [15, 10], got "
+                "fanouts: expected a list with a number of neighbours per layer, such as [15, 10], got "
                 f"{self.fanouts!r}"
             )
         by_type: dict[Any, list[int]] = {name: [] for name in g.canonical_etypes}
@@ -221,7 +221,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
             known = sorted({name for of_type in data.values() for name in of_type})
             raise ValueError(
                 f"prob or mask: expected the name of edge data, one of {known}, got {self.prob!r}; "
-                "put the weights there, as graph.edata[name] = weights"
+                "store the weights with graph.edata[name] = weights"
             )
         for name, weight in weights.items():
             if weight.numel() != g.num_edges(name):

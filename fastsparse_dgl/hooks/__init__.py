@@ -32,10 +32,10 @@ def enable(*, report: bool = False, _devices: tuple[str, ...] | None = None) -> 
     ``DataLoader``, ``GraphDataLoader``, ``NeighborSampler`` and ``MultiLayerFullNeighborSampler`` of
     ``dgl.dataloading`` are replaced by those of this package, also in modules that imported them before.
 
-    Calling it again changes nothing. :func:`disable` undoes it. The environment variable
-    ``FASTSPARSE_DISABLE=dgl`` switches it off, ``FASTSPARSE_DISABLE=loaders`` keeps DGL's loaders, and
-    ``FASTSPARSE_DISABLE=layers`` its layers. Spawned processes must call it themselves; forked processes
-    inherit it.
+    A second call changes nothing. :func:`disable` undoes it. The environment variable
+    ``FASTSPARSE_DISABLE=dgl`` turns this function off, ``FASTSPARSE_DISABLE=loaders`` keeps DGL's loaders,
+    and ``FASTSPARSE_DISABLE=layers`` keeps DGL's layers. Spawned processes must call this function
+    themselves; forked processes inherit the replacements.
 
     Args:
         report: whether to record which calls ran on FastSparse, for :func:`fastsparse_core.report`.
@@ -70,7 +70,7 @@ def disable() -> None:
     """Restores DGL's own operators and layers: the inverse of :func:`enable`.
 
     Layers that :func:`~fastsparse_dgl.accelerate` replaced stay drop-ins. Graphs that :func:`enable` moved to
-    the GPU cannot be used until it is called again: every use raises an error.
+    the GPU raise an error whenever they are used, until :func:`enable` is called again.
 
     Example:
         >>> import fastsparse_dgl
@@ -88,7 +88,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether DGL runs on FastSparse now.
+    """Whether :func:`enable` is active.
 
     Returns:
         True between :func:`enable` and :func:`disable`.

@@ -328,8 +328,8 @@ def segment_mm(A: Tensor, B: Tensor, seglen_A: Tensor) -> Tensor:
     lengths = seglen_A.tolist()
     if len(lengths) != b.size(0) or sum(lengths) != a.size(0) or min(lengths, default=0) < 0:
         raise DGLError(
-            f"segment_mm expects {b.size(0)} lengths of segments, as B has matrices, which add up to the "
-            f"{a.size(0)} rows of A; got {len(lengths)}, which add up to {sum(lengths)}"
+            f"segment_mm expects {b.size(0)} segment lengths, one per matrix of B, that add up to the "
+            f"{a.size(0)} rows of A, got {len(lengths)} that add up to {sum(lengths)}"
         )
     with _plain(a):
         return products.segment_matmul(a, b, lengths)

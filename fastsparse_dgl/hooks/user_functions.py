@@ -278,7 +278,7 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
 class _Planner(MailboxPlanner):
     @staticmethod
     def reduce(layer: Any, found: Any, x: Tensor, how: Any) -> Tensor:
-        """If messages are equal, the first one by edge id gets the gradient, as in DGL's mailbox."""
+        """Reduces messages; of equal maxima or minima, the one with the lowest edge id gets the gradient."""
         if how in ("max", "min"):
             return messages.extremum_edges(found.special["adj"], x, how)
         return reduce(x, found.dst, how)

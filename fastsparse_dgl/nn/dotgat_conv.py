@@ -23,13 +23,12 @@ class FastDotGatConv(AggregationMixin, dgl.nn.pytorch.DotGatConv):
         (\mathbf{W}_\text{src} \mathbf{h}_j)}{\sqrt{D}}\Big)
 
     Parameters, defaults, state_dict, repr and errors are the same as DGL's. One operator,
-    :func:`fastsparse_core.attention`, computes scores, softmax and sum, and stores nothing per edge.
-    ``get_attention`` computes the
-    attention of every edge. Unlike in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency`,
-    features may be on a GPU while the graph is on the CPU, and features may have more dimensions, as in
-    GATConv. If ``feat`` is a pair and the graph's sources are its destinations, DGL uses only the
-    second tensor, transformed by ``fc_dst``. This layer does the same, except with an Adjacency, which does
-    not show whether sources and destinations are the same nodes.
+    :func:`fastsparse_core.attention`, computes scores, softmax and sum, and stores nothing per edge. With
+    ``get_attention``, the attention of every edge is computed and stored. Unlike in DGL, ``graph`` may be an
+    :class:`fastsparse_core.Adjacency`, features may be on a GPU while the graph is on the CPU, and features
+    may have more dimensions, as in GATConv. If ``feat`` is a pair and the graph's sources are its
+    destinations, DGL uses only the second tensor, transformed by ``fc_dst``. This layer does the same, except
+    with an Adjacency, which does not show whether sources and destinations are the same nodes.
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).

@@ -48,13 +48,13 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
         \alpha_{ij} = \mathrm{softmax}_j\big(\mathrm{LeakyReLU}(\mathbf{a}^\top [\mathbf{\Theta}_n
         \mathbf{v}_i \Vert \mathbf{\Theta}_n \mathbf{v}_j \Vert \mathbf{\Theta}_e \mathbf{e}_{ij}])\big)
 
-    Parameters, defaults, state_dict, repr and errors are the same as DGL's. The scores are a number per edge
-    and head. Softmax, dropout and both sums are one operator, :func:`fastsparse_core.attention`, and
-    :math:`\mathbf{\Theta}_e` is applied before and after it. So no row of ``num_heads * out_feats`` numbers
-    per edge is stored. ``get_attention`` needs the attention of every edge and stores the projected edges, as
-    DGL does. Unlike in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a
-    GPU while the graph is on the CPU. Features must be matrices. (DGL supports more dimensions only with edge
-    features of the same dimensions.)
+    Parameters, defaults, state_dict, repr and errors are the same as DGL's. The layer stores one number per
+    edge and head, the score, and no row of ``num_heads * out_feats`` numbers per edge. One operator,
+    :func:`fastsparse_core.attention`, computes softmax, dropout and both sums. With ``get_attention``, the
+    layer stores the attention of every edge and the projected edge features, as DGL does. Unlike in DGL,
+    ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is on
+    the CPU. Features must be matrices. (DGL supports more dimensions only with edge features of the same
+    dimensions.)
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).
@@ -180,11 +180,11 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
         \mathbf{h}_i]\big), \qquad \mathbf{h}_i' = \sum_{j \in \mathcal{N}(i)} \mathrm{softmax}_j(
         \mathbf{a}^\top \mathbf{f}_{ij}') \, \mathbf{W} \mathbf{h}_j
 
-    Parameters, defaults, state_dict, repr and errors are the same as DGL's. New edge features
-    :math:`\mathbf{f}'` are a result, so they are stored; softmax and sum are
-    :func:`fastsparse_core.edge_softmax` and :func:`fastsparse_core.spmm`, which store a number per edge and
-    head. Unlike in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency` or a block with one
-    feature tensor, and features may be on a GPU while the graph is on the CPU.
+    Parameters, defaults, state_dict, repr and errors are the same as DGL's. The new edge features
+    :math:`\mathbf{f}'` are stored, because they are a result. Softmax and sum, by
+    :func:`fastsparse_core.edge_softmax` and :func:`fastsparse_core.spmm`, store one number per edge and head.
+    Unlike in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency` or a block with one feature tensor,
+    and features may be on a GPU while the graph is on the CPU.
 
     Args:
         in_node_feats: width of the nodes' features, or a pair of widths (source, destination).

@@ -37,11 +37,11 @@ class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
         \sigma(\mathbf{e}_{ij}') \odot \mathbf{B} \mathbf{h}_j}{\sum_{j \in \mathcal{N}(i)}
         \sigma(\mathbf{e}_{ij}') + \varepsilon}
 
-    and then batch normalisation, activation, residual connection and dropout of nodes and edges. Parameters,
-    defaults, state_dict, repr and results are the same as DGL's. New edge features are a result, so they are
-    stored; gates and messages are not (:func:`fastsparse_core.gated_edges`). Unlike in DGL, ``graph``
-    may be an :class:`fastsparse_core.Adjacency`, and features may be on a GPU while the graph is on the
-    CPU.
+    with :math:`\varepsilon = 10^{-6}`. Batch normalisation, activation, residual connection and dropout
+    follow, for nodes and for edges. Parameters, defaults, state_dict, repr and results are the same as DGL's.
+    The new edge features are stored, because they are a result; gates and messages are not
+    (:func:`fastsparse_core.gated_edges`). Unlike in DGL, ``graph`` may be an
+    :class:`fastsparse_core.Adjacency`, and features may be on a GPU while the graph is on the CPU.
 
     Args:
         input_feats: width of the nodes' features.

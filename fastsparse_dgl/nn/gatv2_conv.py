@@ -26,9 +26,10 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
 
     Parameters, defaults, state_dict, repr and errors are the same as DGL's. One operator,
     :func:`fastsparse_core.gatv2_attention`, computes scores, softmax, dropout and sum. It stores nothing per
-    edge, where DGL stores ``num_heads * out_feats`` numbers. ``get_attention`` computes the attention of
-    every edge. Unlike in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency`, features may be on a
-    GPU while the graph is on the CPU, and features may have more dimensions, as in GATConv.
+    edge, where DGL stores ``num_heads * out_feats`` numbers. With ``get_attention``, the attention of every
+    edge is computed and stored. Unlike in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency`,
+    features may be on a GPU while the graph is on the CPU, and features may have more dimensions, as in
+    GATConv.
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).

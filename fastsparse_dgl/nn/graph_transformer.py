@@ -35,8 +35,8 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
         norm: ``"batch"``, ``"layer"`` or None.
         residual: whether each of the two parts adds its input.
         bias: whether queries, keys and values have biases.
-        edge_feats: number of features of an edge, None: edges have none. Their linear map, without a bias,
-            is added to keys and values, as in TransformerConv.
+        edge_feats: number of features per edge; None: edges have no features. A linear map of the features,
+            without a bias, is added to keys and values, as in PyG's TransformerConv.
 
     Raises:
         DGLError: widths or options do not fit.

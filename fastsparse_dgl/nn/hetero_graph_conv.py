@@ -18,9 +18,9 @@ class FastHeteroGraphConv(dgl.nn.pytorch.HeteroGraphConv):
     .. math::
         \mathbf{h}_i' = \mathrm{aggregate}_{r} f_r(\mathcal{G}_r, \mathbf{h})_i
 
-    Parameters, defaults, state_dict, repr and results are the same as DGL's. DGL creates a new graph for each
-    edge type in every forward pass, so drop-in layers inside DGL's module would convert it every time. Inside
-    this layer, they find the converted structure in the cache. The layers inside need not be drop-ins.
+    Parameters, defaults, state_dict, repr and results are the same as DGL's. DGL's module creates a new graph
+    for each edge type in every forward pass, and drop-in layers would convert each of these graphs. In this
+    module, drop-in layers find the converted structure in the cache. Layers that are not drop-ins work too.
 
     Args:
         mods: layer of each edge type.

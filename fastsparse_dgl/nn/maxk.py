@@ -30,7 +30,7 @@ def _activation(k: int, in_feats: int | tuple[int, int]) -> MaxK:
 
 
 def _dense(feat: Any, activation: MaxK) -> Any:
-    """MaxK of the features, dense. Features in CBSR are only converted: they are results of MaxK."""
+    """MaxK of features as a dense tensor. MaxK has been applied to CBSR features already."""
     if isinstance(feat, tuple):
         return tuple(_dense(part, activation) for part in feat)
     if isinstance(feat, CBSR):
@@ -49,7 +49,7 @@ def _compressed(feat: Any, activation: MaxK) -> CBSR | None:
 
 
 def _one_value(edge_weight: Tensor | None, adjacency: Adjacency) -> bool:
-    """Whether no edge has more than one weight."""
+    """Whether there is at most one weight per edge."""
     return edge_weight is None or (
         isinstance(edge_weight, Tensor)
         and edge_weight.dim() in (1, 2)

@@ -33,7 +33,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
     Parameters, defaults, state_dict and repr are the same as DGL's. :math:`M` is linear, so its products with
     nodes are computed once per node, for all towers together; :func:`fastsparse_core.multi_aggregate` adds
     the edge's part (of up to 32 features) and computes all aggregations in one pass over the graph. DGL
-    takes one pass for every distinct degree. No message and no scaled aggregation is stored. With the
+    needs one pass for every distinct degree. No message and no scaled aggregation is stored. With the
     aggregators ``moment3``, ``moment4`` or ``moment5``, DGL's own code runs. If several messages are equal to
     a minimum or maximum, they share its gradient evenly; DGL gives it to one of them. Unlike in DGL,
     ``graph`` may be an :class:`fastsparse_core.Adjacency`, which counts as one graph in the normalisation by

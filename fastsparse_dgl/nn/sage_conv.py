@@ -29,8 +29,9 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
         \mathbf{h}_i' = \sigma\big(\mathbf{W}_\text{self} \mathbf{h}_i + \mathbf{b} + \mathbf{W}_\text{neigh}
         \, \text{aggregate}_{j \in \mathcal{N}(i)} (e_{ji} \mathbf{h}_j)\big)
 
-    and with ``"gcn"`` :math:`\mathbf{W}_\text{neigh} (\mathbf{h}_i + \sum_j e_{ji} \mathbf{h}_j) /
-    (|\mathcal{N}(i)| + 1) + \mathbf{b}`. Parameters, defaults, state_dict and repr are the same as DGL's.
+    With ``"gcn"``, the argument of :math:`\sigma` is :math:`\mathbf{W}_\text{neigh} (\mathbf{h}_i + \sum_j
+    e_{ji} \mathbf{h}_j) / (|\mathcal{N}(i)| + 1) + \mathbf{b}`. Parameters, defaults, state_dict and repr are
+    the same as DGL's.
     FastSparse computes ``"mean"``, ``"gcn"`` and ``"pool"``; with ``"lstm"``, DGL's own code runs. Unlike
     in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the
     graph is on the CPU (except with ``"lstm"``).

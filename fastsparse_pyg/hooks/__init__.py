@@ -35,24 +35,25 @@ def enable(parts: str | Iterable[str] | None = None, *, report: bool | str = Fal
       is pickled and copied as the original layer.
     - ``"scatter"``: ``scatter``, ``softmax``, ``segment``, ``degree`` and ``spmm`` of
       ``torch_geometric.utils``.
-    - ``"pool"``: the same functions within PyG's aggregations, global pools and normalisations.
+    - ``"pool"``: ``scatter``, ``softmax`` and ``segment`` where PyG's aggregations, global pools and
+      normalisations call them.
     - ``"loaders"``: ``NeighborLoader``, ``LinkNeighborLoader`` and ``DataLoader``. Batches are on the GPU if
       the script has used it when an epoch begins.
     - ``"sparse_mm"``: ``torch.sparse.mm``, ``A @ x``, ``torch.mm`` and ``torch.addmm`` of COO, CSR and CSC
       matrices.
-    - ``"shims"``: modules in place of ``torch_scatter`` and ``torch_sparse`` if the script imports them and
-      they are missing.
+    - ``"shims"``: FastSparse's modules ``torch_scatter`` and ``torch_sparse``, if the script imports them and
+      the packages are not installed.
 
-    Names that other modules imported earlier are replaced too. Functions that are stored elsewhere (in a
-    list, in an attribute of an object, as a default argument) are not, so call it early. Calling it again
-    adds parts. :func:`disable` undoes it. Spawned processes must call it themselves; forked processes inherit
-    it.
+    Call this function early: names that other modules imported before are replaced too, but functions stored
+    in a list, in an attribute of an object or as a default argument are not. Another call adds parts.
+    :func:`disable` undoes all calls. Spawned processes must call it themselves; forked processes inherit the
+    replacements.
 
     Args:
         parts: names of parts, or one name; None: all. Parts in the environment variable
             ``FASTSPARSE_DISABLE`` (separated by commas) stay off.
-        report: whether to record which calls ran on FastSparse, for :func:`fastsparse_core.report`. With
-            ``"time"``, it also measures how long calls take, if nothing is enabled yet.
+        report: whether to record which calls ran on FastSparse, for :func:`fastsparse_core.report`.
+            ``"time"`` also measures how long calls take, if nothing is enabled yet.
 
     Raises:
         ValueError: there is no such part, or no such report.
@@ -133,7 +134,7 @@ def _stand_in() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether any part of PyG runs on FastSparse.
+    """Whether :func:`enable` is active.
 
     Returns:
         True between :func:`enable` and :func:`disable`.

@@ -1,7 +1,8 @@
 """Replacements of functions in `torch_geometric.utils` that reduce rows by an index.
 
-They use the core's segment operators. The first argument of each is PyG's function. It runs if the operators
-would be slower or do not support the arguments. It also runs if they raise, so errors are PyG's.
+They use the core's segment operators. The first argument of each replacement is PyG's function. PyG's
+function runs if the operators would be slower, do not support the arguments, or raise an error. So errors are
+PyG's.
 """
 
 from __future__ import annotations

@@ -23,14 +23,14 @@ def checked_num_nodes(count: Any, name: str) -> int:
 
     Args:
         count: the number.
-        name: expression by which the user reads the number, for messages.
+        name: the user's expression for the number, such as ``data.num_nodes``, for messages.
 
     Raises:
         ValueError: the number is unknown or negative.
     """
     if not isinstance(count, int) or count < 0:
         raise ValueError(
-            f"{name}: expected a number of nodes of at least 0, got {count}; set it, or give the nodes "
+            f"{name}: expected a number of nodes of at least 0, got {count}; set {name}, or give the nodes "
             "features"
         )
     return count
@@ -65,7 +65,7 @@ def checked_num_neighbors(given: Any, edge_types: list[EdgeType] | None) -> Any:
     elif missing:
         raise ValueError(
             f"num_neighbors: expected every edge type of the graph, got a dict without "
-            f"{', '.join(map(str, missing))}; give zeros, such as [0, 0], where no neighbours are wanted"
+            f"{', '.join(map(str, missing))}; use zeros, such as [0, 0], for types that are not sampled"
         )
     return checked_fanouts(values, edge_types, "num_neighbors")
 

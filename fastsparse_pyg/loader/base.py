@@ -38,8 +38,8 @@ class Script:
     """State of the running script, for `enable()`.
 
     Attributes:
-        decides: whether loaders without a `device` stay on the CPU until the script uses the GPU. Otherwise a
-            script that trains on the CPU would get batches on the GPU.
+        decides: whether loaders without a `device` stay on the CPU until the script uses the GPU. If False, a
+            script that trains on the CPU on a machine with a GPU gets batches on the GPU.
     """
 
     decides = False
@@ -85,7 +85,7 @@ def make_sampler(
         return given
     reason = why_not(data)
     if time_attr is not None:
-        reason = "only that one supports `time_attr`. To sample with FastSparse, leave `time_attr` out"
+        reason = "FastSparse does not support `time_attr`. To sample with FastSparse, leave `time_attr` out"
     if reason:
         record(loader, "PyG", reason)
         warn_once(f"{message}, which needs pyg-lib and samples on the CPU: {reason}")
@@ -127,8 +127,8 @@ class LoaderMixin:
         if ignored:
             info_once(
                 logger,
-                f"{', '.join(ignored)}: ignored, because {device} makes the batches during the step, "
-                "without worker processes",
+                f"{', '.join(ignored)}: ignored, because batches are sampled on {device}, without worker "
+                "processes",
             )
 
     def _keep_rows(self, count: int) -> None:

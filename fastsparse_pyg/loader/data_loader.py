@@ -168,7 +168,7 @@ class DataLoader(PygDataLoader):
 
 
 def _collation_of(loader: PygDataLoader) -> tuple[Any, ...]:
-    """What makes the batches in PyG's loader."""
+    """The `collate_fn` of a loader, as a value to compare."""
     collate = loader.collate_fn
     options = (getattr(collate, name, None) for name in ("follow_batch", "exclude_keys"))
     return (collate, *(tuple(names or ()) for names in options))
@@ -283,10 +283,10 @@ def _outline(dataset: Any) -> Outline:
     if getattr(dataset, "transform", None) is not None:
         raise NotStored("the dataset has a transform, which may give another graph every time")
     if not isinstance(dataset, InMemoryDataset):
-        raise NotStored(f"a dataset of type {kind.__name__} is not known to keep its graphs in memory")
+        raise NotStored(f"FastSparse cannot tell whether a {kind.__name__} keeps its graphs in memory")
     for name, base in _READING:
         if getattr(kind, name) is not getattr(base, name):
-            raise NotStored(f"{kind.__name__} has a method {name} of its own")
+            raise NotStored(f"{kind.__name__} overrides the method {name}")
     objects = [dataset, dataset._data, dataset.slices, *(getattr(dataset, "_data_list", None) or ())]
     return objects, [] if dataset._indices is None else [_as_list(dataset._indices)]
 

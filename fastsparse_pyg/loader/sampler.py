@@ -124,7 +124,7 @@ class GraphSampler(BaseSampler):
         return self._directed(self._output(sample))
 
     def _sample(self, seed: Any, seed_time: Any = None) -> SamplerOutput | HeteroSamplerOutput:
-        assert seed_time is None, "temporal sampling is PyG's"
+        assert seed_time is None, "FastSparse's sampler does not support temporal sampling"
         return self._output(self.core.sample(seed))
 
     def _directed(self, out: Any) -> Any:
@@ -176,7 +176,7 @@ def _adjacency(
         edge_index: edges of the data; None: no edges.
         shape: (number of destinations, number of sources).
         device: device that samples.
-        name: expression by which the user reads the edges, for messages.
+        name: the user's expression for the edges, such as ``data.edge_index``, for messages.
 
     Raises:
         ValueError: `edge_index` has another type, or is an `Adjacency` of another shape.

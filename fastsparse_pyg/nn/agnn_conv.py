@@ -46,8 +46,8 @@ class FastAGNNConv(AttentionConv, AGNNConv):
 
         Args:
             x: node features.
-            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. Self loops are
-                added to edges, matrices and an Adjacency, except to an Adjacency that was built with them.
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. The layer adds
+                self loops to all of them, except to an Adjacency that was built with self loops.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together.

@@ -195,7 +195,7 @@ class AttentionConv(FastConv):
             return {}
         if is_plain_linear(self.lin_edge):
             return {"edges": (features, self.lin_edge.weight)}
-        self._warn_unfused("the fused kernel takes a plain Linear without hooks. Remove its hooks")
+        self._warn_unfused("the fused kernel needs a plain Linear without hooks. Remove the hooks")
         return {"edge_rows": self.lin_edge(features)}
 
     def _warn_unfused(self, reason: str) -> None:

@@ -1,7 +1,8 @@
-"""Speeds up modules that gather and scatter by hand: their own code runs, on an index with its graph.
+"""Speeds up modules that gather and scatter by hand. Their own code runs, but on another class of index.
 
-``x[row]`` and ``scatter_add_`` with such an index use the gathers and reductions of `segments`. Rows are
-gathered when they are first read, so a linear map of them, or of their concatenation, runs once per node.
+With an index of this class, ``x[row]`` and ``scatter_add_`` use the gathers and reductions of `segments`.
+Rows are gathered when they are first read, so a linear map of gathered rows, or of their concatenation, runs
+once per node.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from fastsparse_pyg.nn.segments import NodeIndex
 
 #: Names of the argument with the edges in such modules.
 _EDGES = ("edge_index", "edges")
-_OTHER_EDGES = Reason("edges that are not int64 tensors of the features' nodes, or that are new", "")
+_OTHER_EDGES = Reason("edges that are new, not int64, or not between nodes that have features", "")
 _classes: dict[type, type[ByHand]] = {}
 
 
 def gathers_by_hand(module: nn.Module) -> bool:
-    """Whether a module of the user takes its edges apart: ``row, col = edge_index``, or ``edge_index[0]``."""
+    """Whether a user's module reads rows of its edges: ``row, col = edge_index``, or ``edge_index[0]``."""
     klass = type(module)
     if klass.__module__.startswith(("torch.", "torch_geometric.")) or isinstance(
         module, torch.jit.ScriptModule
@@ -136,7 +137,7 @@ def _with_known_edges(forward: Any, name: str, position: int) -> Any:
 
 
 def _known_edges(edges: Any, arguments: tuple[Any, ...]) -> Any:
-    """The edges as indices with their graph, in the caller's form; or why the module runs unchanged."""
+    """The edges as `_Index` or `_Edges` objects, in the caller's form; or why the module runs unchanged."""
     is_pair = isinstance(edges, (list, tuple)) and len(edges) == 2
     parts: tuple[Any, ...] = (*edges,) if is_pair else (edges,)
     for part in parts:
@@ -208,7 +209,7 @@ class _Plain(Tensor):
 
 
 class _Edges(_Plain):
-    """Edges whose two rows are indices with their graph."""
+    """Edges whose two rows are `_Index` objects."""
 
     ends: tuple[NodeIndex, ...]
 

@@ -61,6 +61,7 @@ class FastChebConv(PropagatingConv, ChebConv):
 
     .. math::
         \mathbf{X}^{\prime} = \sum_{k=1}^{K} \mathbf{Z}^{(k)} \mathbf{\Theta}^{(k)}, \quad
+        \mathbf{Z}^{(1)} = \mathbf{X}, \quad \mathbf{Z}^{(2)} = \mathbf{\hat{L}} \mathbf{X}, \quad
         \mathbf{Z}^{(k)} = 2 \mathbf{\hat{L}} \mathbf{Z}^{(k-1)} - \mathbf{Z}^{(k-2)}, \quad
         \mathbf{\hat{L}} = \frac{2 \mathbf{L}}{\lambda_{\max}} - \mathbf{I}
 
@@ -96,7 +97,8 @@ class FastChebConv(PropagatingConv, ChebConv):
             edge_index: edges, or an Adjacency whose rows are the destinations.
             edge_weight: floating (E,).
             batch: graph of each node, int64 (N,), if ``lambda_max`` differs between graphs.
-            lambda_max: largest eigenvalue, a number or one per graph; None: estimated as in PyG.
+            lambda_max: largest eigenvalue of the Laplacian: a number, or a tensor with one per graph; None:
+                as in PyG.
         """
         adj = self._structure((x, x), edge_index)
         if not isinstance(adj, Adjacency):

@@ -31,9 +31,9 @@ class FastGATConv(AttentionConv, GATConv):
     From "Graph Attention Networks" (https://arxiv.org/abs/1710.10903), section 2.1. Arguments, parameters,
     ``state_dict`` and results are the same as PyG's. One operator
     (:func:`fastsparse_core.additive_attention`) computes scores, softmax, dropout and sum. It stores nothing
-    per edge, except one number per edge and head with ``edge_dim``. Attention dropout draws a different mask
-    than PyG's layer; the forward and the backward pass use the same mask. ``return_attention_weights``
-    computes the weights of all edges. Under autocast the result has the autocast dtype.
+    per edge, except one number per edge and head with ``edge_dim`` or ``return_attention_weights``. Attention
+    dropout draws a different mask than PyG's layer; the forward and the backward pass use the same mask.
+    Under autocast the result has the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -41,8 +41,8 @@ class FastGATConv(AttentionConv, GATConv):
           or bfloat16; edges :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or
           :class:`~fastsparse_core.Adjacency`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
         - **output:** node features :math:`(|\mathcal{V}|, H * F_{out})` or :math:`(|\mathcal{V}_t|, H *
-          F_{out})`, with ``return_attention_weights`` a pair of that and
-          :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
+          F_{out})`, with :math:`F_{out}` columns if ``concat=False``. With ``return_attention_weights``, a
+          pair of these features and :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
 
     Example:
         >>> import torch

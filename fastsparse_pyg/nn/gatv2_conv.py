@@ -30,9 +30,9 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
     From "How Attentive are Graph Attention Networks?" (https://arxiv.org/abs/2105.14491), section 3.
     Arguments, parameters, ``state_dict`` and results are the same as PyG's. One operator
     (:func:`fastsparse_core.gatv2_attention`) computes scores, softmax, dropout and sum, and stores nothing
-    per edge. It also projects up to 32 edge features, which are part of the LeakyReLU's argument; with more,
-    the unfused operators run. Attention dropout draws a different mask than PyG's layer. Under autocast the
-    result has the autocast dtype.
+    per edge. It also applies :math:`\mathbf{\Theta}_{e}` to up to 32 features per edge. With more features
+    per edge, or with ``return_attention_weights``, unfused operators run. Attention dropout draws a different
+    mask than PyG's layer. Under autocast the result has the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -40,8 +40,8 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
           or bfloat16; edges :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or
           :class:`~fastsparse_core.Adjacency`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
         - **output:** node features :math:`(|\mathcal{V}|, H * F_{out})` or :math:`(|\mathcal{V}_t|, H *
-          F_{out})`, with ``return_attention_weights`` a pair of that and
-          :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
+          F_{out})`, with :math:`F_{out}` columns if ``concat=False``. With ``return_attention_weights``, a
+          pair of these features and :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
 
     Example:
         >>> import torch

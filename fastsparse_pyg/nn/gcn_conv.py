@@ -37,9 +37,10 @@ class FastGCNConv(PropagatingConv, GCNConv):
     From "Semi-Supervised Classification with Graph Convolutional Networks"
     (https://arxiv.org/abs/1609.02907). Arguments, parameters, ``state_dict`` and results are the same as
     PyG's. Without edge weights, the kernel normalises by scaling rows, so no value per edge is stored. The
-    weight matrix is applied before or after the aggregation, so that the narrower features are gathered; both
-    orders agree up to rounding. Under autocast, the aggregation and its result use the autocast dtype. With
-    message hooks, in explain mode and for aggregations other than the sum, PyG's own code runs.
+    weight matrix is applied before or after the aggregation, so that the narrower features are gathered. Both
+    orders give the same result up to rounding. Under autocast, the aggregation and its result use the
+    autocast dtype. With message hooks, in explain mode and for aggregations other than the sum, PyG's own
+    code runs.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or :math:`(B, |\mathcal{V}|, F_{in})`,
@@ -198,7 +199,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
 
 
 def _plus_own(out: Tensor, x: Tensor, scale_dst: Tensor | None, scale_src: Tensor | None) -> Tensor:
-    """Adds the terms of the self loops. A second structure with loops would take as much memory again."""
+    """Adds the terms of the self loops. A second structure, with loops, would double the memory."""
     assert scale_dst is not None
     assert scale_src is not None
     return torch.addcmul(out, x.to(out.dtype), (scale_dst * scale_src).to(out.dtype).unsqueeze(1))

@@ -66,7 +66,7 @@ class FastGINEConv(AttentionConv, GINEConv):
         Args:
             x: node features, or (source features, destination features or None).
             edge_index: edges, or an Adjacency whose rows are the destinations.
-            edge_attr: features of the edges, as wide as ``x``, or ``edge_dim`` wide.
+            edge_attr: features of the edges (E, edge_dim), or (E, F_in) in a layer without ``edge_dim``.
             size: (number of sources, number of destinations).
 
         Raises:
@@ -92,8 +92,8 @@ class FastGINEConv(AttentionConv, GINEConv):
             weight, bias = lin.weight, lin.bias
         elif lin is not None:
             self._warn_unfused(
-                f"the fused kernel takes a plain Linear without hooks, of up to {MOST_FEATURES} edge "
-                "features. Remove the hooks, or project the features to fewer first"
+                f"the fused kernel needs a plain Linear without hooks and up to {MOST_FEATURES} features. "
+                "Remove the hooks, or project the features to fewer first"
             )
             features = lin(features)
         features = features.to(x_src.dtype)

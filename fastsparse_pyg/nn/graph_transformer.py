@@ -43,7 +43,7 @@ class GraphTransformerLayer(GraphTransformer):
         bias: whether queries, keys and values have biases.
         flow: ``"source_to_target"`` or ``"target_to_source"``, for edge lists.
         edge_dim: number of features per edge; None: edges have no features. A linear map of the features,
-            without a bias, is added to keys and values, as in TransformerConv.
+            without a bias, is added to keys and values, as in PyG's TransformerConv.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, or :math:`((|\mathcal{V_s}|, F_{in}),

@@ -55,8 +55,8 @@ class FastHypergraphConv(FastConv, HypergraphConv):
 
         Args:
             x: node features (N, F_in), float64, float32, float16 or bfloat16.
-            hyperedge_index: node and hyperedge of every entry of the incidence matrix, int64
-                (2, num_entries).
+            hyperedge_index: node and hyperedge of every entry of the incidence matrix, (2, num_entries),
+                int64.
             hyperedge_weight: floating (num_edges,).
             hyperedge_attr: features of the hyperedges (num_edges, F_in), in the dtype of ``x``, for
                 attention.
@@ -105,7 +105,7 @@ class FastHypergraphConv(FastConv, HypergraphConv):
             return reason
         is_list = type(edge_index) is Tensor and edge_index.layout is torch.strided
         if not is_list and (is_sparse_matrix(edge_index) or isinstance(edge_index, Adjacency)):
-            return Reason("a hypergraph that is no (2, num_entries) tensor", "Pass `hyperedge_index` as one")
+            return Reason("a sparse `hyperedge_index`", "Pass `hyperedge_index` as a (2, num_entries) tensor")
         if not isinstance(edge_index, Tensor):
             raise_graph(edge_index, "hyperedge_index")
         if self.flow != "source_to_target":
@@ -126,7 +126,7 @@ class FastHypergraphConv(FastConv, HypergraphConv):
 
 
 def _rows_of_hyperedges(name: str, given: Tensor, num_edges: int, index: Tensor) -> Tensor:
-    """One row per hyperedge: superfluous rows are cut, and missing rows of empty hyperedges are zeros.
+    """One row per hyperedge: surplus rows are cut, and missing rows of empty hyperedges are zeros.
 
     Raises:
         IndexError: a hyperedge with nodes has no row.

@@ -147,7 +147,7 @@ def find_joint_pattern(
 def _recognise(graph: Graph, assigned: dict[str, Node], guards: dict[str, Any]) -> Pattern:
     out = list(graph.nodes)[-1].args[0]
     if not isinstance(out, Node):
-        raise Untraceable("returns something else than a tensor")
+        raise Untraceable("does not return a tensor")
     if any(node.target is torch._assert for node in graph.nodes):  # only plans can evaluate assertions
         return Pattern(guards=guards, reason="checks its arguments")
     found = _product(graph, out, assigned, guards)
@@ -157,7 +157,7 @@ def _recognise(graph: Graph, assigned: dict[str, Node], guards: dict[str, Any]) 
     names: tuple[str, ...] = ()
     if any(node.target is torch_geometric.utils.softmax for node in graph.nodes):
         compute, names = _compile(graph, [(out, False)], assigned)
-    why = "is no weighted copy of a source's features"
+    why = "is not a weighted copy of the source's features"
     return Pattern(compute=compute, names=names, guards=guards, reason=why)
 
 

@@ -28,8 +28,8 @@ class FastMFConv(FastConv, MFConv):
         \sum_{j \in \mathcal{N}(i)} \mathbf{x}_j
 
     From "Convolutional Networks on Graphs for Learning Molecular Fingerprints"
-    (https://arxiv.org/abs/1509.09292). Nodes are sorted by degree once per structure, not in every call. For
-    sparse matrices, PyG's own code runs.
+    (https://arxiv.org/abs/1509.09292). Degrees above ``max_degree`` use the weights of ``max_degree``. Nodes
+    are sorted by degree once per structure, not in every call. For sparse matrices, PyG's own code runs.
 
     Example:
         >>> import torch

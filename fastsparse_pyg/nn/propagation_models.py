@@ -22,8 +22,8 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
     r"""PyG's :class:`~torch_geometric.nn.models.LabelPropagation` on FastSparse kernels.
 
     .. math::
-        \mathbf{Y}^{\prime} = \alpha \mathbf{D}^{-1/2} \mathbf{A} \mathbf{D}^{-1/2} \mathbf{Y} + (1 - \alpha)
-        \mathbf{Y}
+        \mathbf{Y}^{(l+1)} = \alpha \mathbf{D}^{-1/2} \mathbf{A} \mathbf{D}^{-1/2} \mathbf{Y}^{(l)} + (1 -
+        \alpha) \mathbf{Y}^{(0)}
 
     From Zhu and Ghahramani, "Learning from Labeled and Unlabeled Data with Label Propagation" (2002).
 
@@ -51,9 +51,10 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
             y: labels, int64 (num_nodes,), or a number per node and class.
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
             mask: nodes whose labels are known, as a bool mask (num_nodes,) or indices; None: all nodes.
-            edge_weight: floating (E,), used without normalisation; None: symmetric normalisation.
-            post_step: function that is applied to the labels after every step; None: they are clamped to 0
-                and 1.
+            edge_weight: floating (E,), used without normalisation; None: the symmetric normalisation of the
+                formula above.
+            post_step: function that is applied to the labels after every step; None: labels are clamped to
+                the range from 0 to 1.
         """
         labels = one_hot(y.view(-1)) if y.dtype == torch.long and y.size(0) == y.numel() else y
         out = labels

@@ -44,15 +44,16 @@ class FastRGATConv(AttentionConv, RGATConv):
     Scores are additive or multiplicative, and normalised within or across relations. From "Relational Graph
     Attention Networks" (https://arxiv.org/abs/1904.05811), section 2. Arguments, parameters, ``state_dict``
     and results are the same as PyG's. :math:`\mathbf{W}_r \mathbf{x}_j` is computed once for each pair of a
-    source and a relation with edges, not once per edge. The same holds for the scores of destinations.
-    Additive scores without ``mod`` use the fused kernel; the other options store one number for every edge
-    and head. Attention dropout draws a different mask than PyG's layer.
+    source and a relation, and the destinations' part of the scores once for each pair of a destination and a
+    relation, not once per edge. Except on small graphs, only pairs with edges are computed. Additive scores
+    without ``mod`` use a fused attention kernel, unless attention weights are returned. Attention dropout
+    draws a different mask than PyG's layer.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`; edges :math:`(2, |\mathcal{E}|)`; types
           :math:`(|\mathcal{E}|)`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
-        - **output:** node features :math:`(|\mathcal{V}|, H * F_{out})`, times ``dim`` where scores are
-          multiplicative
+        - **output:** node features :math:`(|\mathcal{V}|, H * F_{out})`, with :math:`F_{out}` columns if
+          ``concat=False``; ``dim`` times as many columns if scores are multiplicative
 
     Example:
         >>> import torch

@@ -174,11 +174,11 @@ class FastRGCNConv(_RelationalConv, RGCNConv):
     From "Modeling Relational Data with Graph Convolutional Networks" (https://arxiv.org/abs/1703.06103),
     sections 2.1 and 2.2. Arguments, parameters, ``state_dict`` and results are the same as PyG's. (The
     drop-in of PyG's ``FastRGCNConv`` is :class:`FastFastRGCNConv`.) All relations are aggregated at once,
-    with one row for each pair of a destination and a relation that has edges. Rows are sorted by relation, so
-    the matrix of each relation multiplies consecutive rows. If fewer numbers are moved that way, the matrices
-    are applied to the sources before the aggregation. No tensor of nodes times relations is stored. The
-    structure is built once for each pair of ``edge_index`` and ``edge_type``. An unknown edge type raises an
-    IndexError, except in captured steps, which cannot check it and ignore such edges.
+    with one row for each (destination, relation) pair that has edges; only small graphs have rows for all
+    pairs. Rows are sorted by relation, so the matrix of each relation multiplies consecutive rows. If it
+    moves fewer numbers, the matrices are applied to the sources before the aggregation instead. The structure
+    is built once for each pair of ``edge_index`` and ``edge_type``. An unknown edge type raises an
+    IndexError. With ``num_blocks``, and in captured steps, edges of unknown types are ignored.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, indices :math:`(|\mathcal{V}|)`, None, or

@@ -26,7 +26,8 @@ class FastSAGEConv(FastConv, SAGEConv):
     From "Inductive Representation Learning on Large Graphs" (https://arxiv.org/abs/1706.02216). Arguments,
     parameters, ``state_dict`` and results are the same as PyG's. Kernels support ``aggr`` sum, add, mean, max
     and min. In other cases (lists, LSTM, custom modules, message hooks, explain mode), PyG's own code runs on
-    the same parameters. If several neighbours have the maximum, its gradient goes to the first of them.
+    the same parameters. If several neighbours have the maximum or minimum, the first of them gets the
+    gradient.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

@@ -36,7 +36,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         \mathbf{x}_j
 
     From "Weisfeiler and Leman Go Neural" (https://arxiv.org/abs/1810.02244). Kernels support ``aggr`` sum,
-    add, mean, max and min.
+    add, mean, max and min; for other aggregations, PyG's own code runs.
 
     Example:
         >>> import torch
@@ -515,7 +515,7 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         matrix = self._propagation(x, edge_index, edge_weight, normalize=False)
         if isinstance(x, Tensor) and (x.dim() != 2 or x.size(-1) > self.out_channels):
-            matrix = Reason("features that are too wide", fallback.PLAIN_FEATURES)
+            matrix = Reason("features wider than out_channels, or not 2-D", fallback.PLAIN_FEATURES)
         if isinstance(matrix, Reason):
             return self._original_forward(matrix, x, edge_index, edge_weight)
         if x.size(-1) < self.out_channels:
@@ -531,7 +531,7 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
 
 
 def _gru(cell: torch.nn.GRUCell, x: Tensor, hidden: Tensor) -> Tensor:
-    """A GRU cell by operators that can be traced on all devices."""
+    """A GRU cell, written with operators that can be traced on all devices."""
     reset, update, new = F.linear(x, cell.weight_ih, cell.bias_ih).chunk(3, dim=1)
     of_hidden = F.linear(hidden, cell.weight_hh, cell.bias_hh).chunk(3, dim=1)
     new = torch.tanh(new + torch.sigmoid(reset + of_hidden[0]) * of_hidden[2])

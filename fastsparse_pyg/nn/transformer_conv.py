@@ -44,8 +44,8 @@ class FastTransformerConv(AttentionConv, TransformerConv):
           or bfloat16; edges :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or
           :class:`~fastsparse_core.Adjacency`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
         - **output:** node features :math:`(|\mathcal{V}|, H * F_{out})` or :math:`(|\mathcal{V}_t|, H *
-          F_{out})`, with ``return_attention_weights`` a pair of that and
-          :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
+          F_{out})`, with :math:`F_{out}` columns if ``concat=False``. With ``return_attention_weights``, a
+          pair of these features and :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
 
     Example:
         >>> import torch
@@ -70,8 +70,8 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             x: node features, or (source features, destination features).
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
             edge_attr: features of the edges, for edges and Adjacency; required with ``edge_dim``.
-            return_attention_weights: True or False: also returns the edges and their attention weights before
-                dropout.
+            return_attention_weights: with True or False, as in PyG, the edges and their attention weights
+                before dropout are returned too; None: only the features are.
 
         Raises:
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.

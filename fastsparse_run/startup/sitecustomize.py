@@ -1,4 +1,4 @@
-"""Imported by Python at its start where `fastsparse run` put this folder first into ``PYTHONPATH``."""
+"""Python imports this module when it starts, because `fastsparse run` put its folder first in PYTHONPATH."""
 
 import contextlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""Core of FastSparse: sparse structures and the operators on them, over torch-free CUDA and C++ kernels."""
+"""Core of FastSparse: sparse structures and operators on CUDA and C++ kernels that do not link to PyTorch."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,8 +1,8 @@
 """A cache of converted structures per graph object, for both plugins.
 
-A stale structure would silently give wrong numbers. Therefore an entry is used only if the graph object is
-the same object that it was made for, and if its stamp has not changed. The stamp is what the plugin can
-observe of the object's content.
+A stale structure would silently give wrong results. Therefore an entry is used only for the same graph
+object, and only if the object's stamp has not changed. A stamp consists of properties that change with the
+object's content, such as version counters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Sightings:
         self._counts: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def of(self, key: object) -> int:
-        """Number of times that an object was counted."""
+        """Number of counted uses of an object."""
         reference, count = self._counts.get(id(key), (None, 0))
         return count if reference is not None and reference() is key else 0
 
@@ -56,7 +56,7 @@ class Sightings:
         return count
 
     def clear(self) -> None:
-        """Forgets all of them."""
+        """Sets all counts to 0."""
         self._counts.clear()
         self.latest = self.previous = 0
 
@@ -193,7 +193,7 @@ class AdjacencyCache:
         self.latest[options] = (reference, stamp, adjacency)
 
     def info(self) -> CacheInfo:
-        """Counters and present size."""
+        """Returns the counters, and the number and memory of the entries."""
         with self._lock:
             held = [entry[1] for _, entries in list(self._graphs.values()) for entry in entries.values()]
             size = sum(sum(adjacency.memory_usage().values()) for adjacency in held)

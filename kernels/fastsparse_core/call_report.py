@@ -37,7 +37,8 @@ class Row:
         call: name of the function or of the layer's class.
         by: the kernel that ran, or the package whose implementation ran.
         reason: why no kernel ran; "" if one ran.
-        cure: how to change that; "" if PyG's or DGL's code is faster for this call.
+        cure: what to change so that a kernel runs; "" if there is no advice, for example because PyG's or
+            DGL's code is faster for this call.
 
     Example:
         >>> from fastsparse_core.call_report import Row
@@ -54,14 +55,14 @@ class Row:
 
 @dataclass
 class Times:
-    """Times of a report.
+    """Measured times of a report.
 
     Attributes:
         host_ms: row -> milliseconds that the host spent in its calls.
         gpu_ms: row -> milliseconds between the CUDA events before and after its calls.
         steps: number of optimizer steps.
         loading: seconds in which the script waited for batches.
-        since, until: seconds of the host's clock at the first and at the last measurement.
+        since, until: host's clock at the first and at the last measurement, in seconds.
     """
 
     host_ms: dict[Row, float] = field(default_factory=lambda: defaultdict(float))
@@ -93,7 +94,7 @@ class CallReport:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """At most three sentences of advice, about the most frequent calls first.
+        """At most three pieces of advice, about the most frequent calls first.
 
         A call that mostly ran on a kernel gets no advice, because the first call with a new index often runs
         without one.
@@ -128,10 +129,10 @@ class CallReport:
             )
 
     def to_json(self) -> str:
-        """The report as JSON: ``rows``, which have the fields of :class:`Row` and ``calls``; and ``advice``.
+        """The report as a JSON object with ``rows`` and ``advice``.
 
-        With times, rows also have ``host_ms`` and ``gpu_ms`` (None without a GPU), and the report has
-        ``steps``, ``loading_s`` and ``total_s``.
+        Rows have the fields of :class:`Row` and ``calls``. If times were measured, rows also have ``host_ms``
+        and ``gpu_ms`` (None without a GPU), and the object has ``steps``, ``loading_s`` and ``total_s``.
         """
         rows: list[dict[str, Any]] = [{**asdict(row), "calls": count} for row, count in self.rows]
         page: dict[str, Any] = {"rows": rows, "advice": self.advice}
@@ -193,8 +194,7 @@ def start_recording(*, times: bool = False) -> None:
     """Drops earlier records and starts recording, which adds some microseconds to every call.
 
     Args:
-        times: whether to measure times too. Only functions that are passed to :func:`timed` later are
-            measured.
+        times: whether to measure times too, of functions that are passed to :func:`timed` after this call.
     """
     global _is_recording, _clock
     stop_recording()
@@ -231,7 +231,7 @@ def record(call: str, by: str, reason: str = "", cure: str = "") -> None:
 
 
 def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function to measure its calls, if times are measured.
+    """Wraps a function to measure its calls; returns it unchanged if no times are measured.
 
     The time of a call is added to the row that the call records last.
     """

@@ -1,4 +1,4 @@
-"""The guard between tensors and the extension, which takes addresses and cannot know what is there."""
+"""Checks that tensors have memory before their addresses are passed to the extension."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def has_content(tensor: Tensor) -> bool:
 
 
 def check_content(what: str, *tensors: Tensor | None) -> None:
-    """Rejects tensors without content, which would hand the extension an address of nothing.
+    """Raises an error for tensors without memory, because the extension would read an invalid address.
 
     Raises:
-        TypeError: one is fake, on the meta device, functional, or a wrapper of others.
+        TypeError: a tensor is fake, on the meta device, functional, or a wrapper of other tensors.
     """
     for tensor in tensors:
         if tensor is not None and not has_content(tensor):
             kind = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} without content"
             raise TypeError(
-                f"{what}: expected tensors with content, got one {kind}; build the structure outside "
-                "FakeTensorMode and other modes, from tensors of the CPU or a GPU"
+                f"{what}: expected tensors in CPU or GPU memory, got one {kind}; build the structure outside "
+                "of FakeTensorMode and similar modes"
             )

@@ -1,4 +1,4 @@
-"""Where a kernel runs, in the integers that the torch-free extension takes."""
+"""Converts devices and streams to the integers that the extension expects, and checks devices."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _GPU_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so*")
 
 
 def unusable_gpu() -> str:
-    """What to tell a user with a GPU that PyTorch can use and this build has no kernels for; "" without one.
+    """Warning for a user whose GPU works in PyTorch but has no kernels in this build; "" in all other cases.
 
-    ``torch.cuda.is_available()`` is not asked: it may initialise CUDA, after which a process cannot fork.
+    ``torch.cuda.is_available()`` is not called, because it may initialise CUDA, after which a process cannot
+    fork.
     """
     if _HAS_CUDA_KERNELS or torch.version.cuda is None:
         return ""
@@ -37,7 +38,7 @@ def unusable_gpu() -> str:
 
 
 def machine_has_gpu() -> bool:
-    """Whether the machine has a GPU that is not hidden, whatever PyTorch was built for."""
+    """Whether the machine has a visible GPU, even if PyTorch was built without CUDA."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
     return not is_hidden and any(map(glob.glob, _GPU_FILES))
 
@@ -48,17 +49,17 @@ def script_uses_gpu() -> bool:
 
 
 def usable_device(device: torch.device | str | int) -> torch.device:
-    """The device that an argument ``device`` names, with its index.
+    """Converts an argument ``device`` to a torch.device with an index.
 
     Raises:
-        ValueError: PyTorch cannot use it.
+        ValueError: PyTorch cannot use the device.
     """
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"device: expected one that PyTorch can use here, got {device!r}: {reason}"
+            f"device: expected a device that PyTorch can use here, got {device!r}: {reason}"
         ) from error
 
 
@@ -76,8 +77,8 @@ def device_index(device: torch.device) -> int:
         )
     if not _HAS_CUDA_KERNELS:
         raise ValueError(
-            "device: fastsparse_core was built without its CUDA half, so tensors must be on the CPU; "
-            "run `python -m fastsparse_core.doctor` for how to build it"
+            "device: fastsparse_core was built without CUDA kernels, so tensors must be on the CPU; "
+            "`python -m fastsparse_core.doctor` says how to build them"
         )
     return torch.cuda.current_device() if device.index is None else device.index
 
@@ -88,7 +89,7 @@ def queue(index: int) -> int:
 
 
 def place_of(device: torch.device) -> tuple[int, int]:
-    """The last two arguments of a launch: the number of a device, and its queue."""
+    """The last two arguments of a launch: the device number and the result of :func:`queue`."""
     if device.type == "cpu":
         return -1, torch.get_num_threads()
     index = device_index(device)

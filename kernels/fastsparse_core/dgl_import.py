@@ -1,15 +1,13 @@
 """Makes ``import dgl`` possible where it fails on a newer PyTorch.
 
-DGL 2.x imports ``dgl.graphbolt`` on every ``import dgl``, and that package needs a library compiled for the
-very PyTorch version at hand (``libgraphbolt_pytorch_<version>.so``) as well as ``torchdata.datapipes``, which
-newer torchdata releases no longer have. Apart from parts of ``dgl.distributed`` nothing in DGL uses it: with
-an empty ``dgl.graphbolt`` in its place, graphs, message passing, layers, samplers and data loaders of DGL
-2.1.0 work on current PyTorch.
+``import dgl`` imports ``dgl.graphbolt`` in DGL 2.x. That package needs a library that was compiled for the
+installed PyTorch version (``libgraphbolt_pytorch_<version>.so``), and ``torchdata.datapipes``, which newer
+versions of torchdata do not have. Only parts of ``dgl.distributed`` use it. If ``dgl.graphbolt`` is empty,
+graphs, message passing, layers, samplers and data loaders of DGL 2.1.0 work with current PyTorch versions.
 
-After any import of FastSparse, ``import dgl`` finds such a placeholder, but only where DGL could not be
-imported otherwise. Nothing is imported or looked up before that. An ``import dgl`` before FastSparse fails in
-DGL's own code; it works when it is repeated after the import of FastSparse. Worker processes that are
-spawned, not forked, import the main script again: import FastSparse at its top.
+After an import of FastSparse, ``import dgl`` finds an empty placeholder, but only if the real package cannot
+be imported. An ``import dgl`` before FastSparse fails in DGL's own code; repeat it after the import of
+FastSparse. Spawned worker processes import the main script again, so import FastSparse at its top.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _STUB_NAME = "dgl.graphbolt"
 
 
 class GraphboltStub(ModuleType):
-    """Stands in for ``dgl.graphbolt``: importable, and any use of it is an AttributeError with the reason.
+    """Placeholder for ``dgl.graphbolt``. Every use raises an AttributeError with the reason.
 
     Args:
         reason: why the real package cannot be imported.
@@ -56,7 +54,7 @@ class GraphboltStub(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the placeholder, when it is needed and no other one is installed."""
+    """Finds the placeholder if ``dgl.graphbolt`` cannot be imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -76,9 +74,9 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def graphbolt_problem() -> str | None:
-    """Why ``import dgl`` would fail in ``dgl.graphbolt``; None if it would import, or if that is unknown.
+    """Why ``import dgl`` would fail in ``dgl.graphbolt``; None if it would succeed, or if that is unknown.
 
-    Nothing is imported to find out.
+    This function imports nothing.
     """
     try:
         version = importlib.metadata.version("dgl")
@@ -91,7 +89,7 @@ def graphbolt_problem() -> str | None:
     stem = f"graphbolt_pytorch_{release}"
     names = (f"lib{stem}.so", f"lib{stem}.dylib", f"{stem}.dll")
     if not _exists_below(spec.submodule_search_locations, "graphbolt", names):
-        return f"DGL {version} brings no GraphBolt library for torch {release}"
+        return f"DGL {version} has no GraphBolt library for torch {release}"
     torchdata = importlib.util.find_spec("torchdata")
     locations = torchdata.submodule_search_locations if torchdata is not None else None
     if not _exists_below(locations or (), "datapipes", ("__init__.py",)):

@@ -1,11 +1,11 @@
-"""``python -m fastsparse_core.doctor``: what is installed, what was built, whether it computes right.
+"""``python -m fastsparse_core.doctor``: checks the installation of FastSparse.
 
-Prints the versions of everything that takes part, the GPUs, the two halves of the extension and a self-check
-of every operator on every device, and for each problem one line on how to cure it. ``--json`` prints the
-same for programs. Exit code 0: usable; 1: broken.
+The report shows versions, GPUs, the CPU and CUDA parts of the extension, and a self-check of every operator
+on every device. For each problem, one line says how to solve it. ``--json`` prints the report as JSON. The
+exit code is 0 if FastSparse can be used, else 1.
 
-Nothing here may fail because something else is missing or broken: PyTorch is imported under guard, PyG, DGL
-and the others in a process of their own.
+A missing or broken package must not stop the doctor. So errors of ``import torch`` are caught, and PyG, DGL
+and other packages are imported in separate processes.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _REBUILD += " (or, in a checkout, -e .)"
 
 @dataclass(frozen=True)
 class Component:
-    """A package that this one works with.
+    """A package that FastSparse works with.
 
     Attributes:
-        title: Name for people.
+        title: Name in the report.
         distribution: Name for pip.
         probe: Python code that imports it.
-        cure: What to do where the import fails.
-        breaks: Whether a failing import makes the product unusable.
+        cure: What to do if the import fails.
+        breaks: Whether FastSparse cannot be used if the import fails.
     """
 
     title: str
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Examines this environment and prints the report.
 
     Args:
-        arguments: Of the command line; None: those of this process.
+        arguments: Command-line arguments; None: the arguments of this process.
 
     Returns:
         The exit code.
@@ -140,7 +140,7 @@ def examine() -> Report:
 
 
 def _installed_version(distribution: str) -> str | None:
-    """Version in pip's records, or None; no import, so a broken package has one too."""
+    """Version in the package's metadata, also of a package that cannot be imported; None: not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -171,7 +171,7 @@ def _examine_torch(report: Report) -> Any | None:
         report.problems.append(
             Problem(
                 "torch-old",
-                f"PyTorch {torch.__version__} is older than 2.6, the oldest this package is made for",
+                f"PyTorch {torch.__version__} is older than 2.6, the oldest supported version",
                 "python -m pip install --upgrade 'torch>=2.6'",
             )
         )
@@ -179,7 +179,7 @@ def _examine_torch(report: Report) -> Any | None:
 
 
 def _probe(component: Component) -> str:
-    """Imports a component in a process of its own, where even a crash does no harm.
+    """Imports a component in a separate process, so that a crash does not end the doctor.
 
     Returns:
         An empty string, or the reason why the import failed.
@@ -217,7 +217,7 @@ def _examine_components(report: Report) -> None:
         report.problems.append(
             Problem(
                 "no-framework",
-                "neither PyG nor DGL is installed, so there is no layer to swap",
+                "neither PyG nor DGL is installed, so FastSparse has no layers",
                 "python -m pip install 'fastsparse-gnn[pyg]' or 'fastsparse-gnn[dgl]'",
             )
         )
@@ -226,7 +226,7 @@ def _examine_components(report: Report) -> None:
 def _examine_extension(report: Report, torch: Any | None) -> dict[str, Any] | None:
     """Imports the extension; returns its build_info(), or None after reporting why not.
 
-    Without PyTorch its import says nothing: it finds PyTorch's OpenMP there.
+    Without PyTorch, the import is not tried, because the extension uses PyTorch's OpenMP library.
     """
     version = _installed_version("fastsparse-gnn")
     report.versions.append(
@@ -257,14 +257,15 @@ def _examine_extension(report: Report, torch: Any | None) -> dict[str, Any] | No
 
 
 def covers(built: str, arch: str) -> bool:
-    """Tells whether code built for some architectures runs on another.
+    """Whether a build contains code that runs on a GPU's architecture.
 
     Args:
-        built: As in ``build_info()["cuda_archs"]``, for instance ``"80;90+PTX"``.
-        arch: The GPU's, for instance ``"89"``.
+        built: ``build_info()["cuda_archs"]``, for example ``"80;90+PTX"``.
+        arch: architecture of the GPU, for example ``"89"``.
 
     Returns:
-        True if there is machine code of the same major and no newer minor version, or PTX that is no newer.
+        True if the build has machine code for the same major version and the same or an older minor version,
+        or PTX for the same or an older architecture.
     """
     for entry in filter(None, built.split(";")):
         digits, _, ptx = entry.partition("+")
@@ -275,7 +276,7 @@ def covers(built: str, arch: str) -> bool:
 
 
 def _gpus_of_driver() -> list[tuple[str, str, str]]:
-    """Name, architecture and driver version of the GPUs that the driver knows, whatever PyTorch thinks."""
+    """Name, architecture and driver version of the GPUs that the driver lists, even if PyTorch sees none."""
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
@@ -288,7 +289,7 @@ def _gpus_of_driver() -> list[tuple[str, str, str]]:
 
 
 def _drivers() -> str:
-    """The drivers that the versions of CUDA need."""
+    """Text: the driver that each version of CUDA needs."""
     return ", ".join(f"CUDA {major} needs {driver} or newer" for major, driver in OLDEST_DRIVER.items())
 
 
@@ -304,7 +305,7 @@ def _examine_gpus(report: Report, torch: Any, build_info: dict[str, Any] | None)
             what = f"PyTorch (CUDA {torch.version.cuda}) needs driver {needed} or newer, not {driver}"
             report.problems.append(Problem("driver-old", what, cure))
         elif found:
-            cure = "install a PyTorch built for CUDA that this driver supports (nvidia-smi shows the version)"
+            cure = "install a PyTorch whose CUDA version this driver supports (nvidia-smi shows it)"
             what = "there is a GPU, but torch.cuda.is_available() is False"
             report.problems.append(Problem("gpu-unusable", what, cure))
         return
@@ -331,7 +332,7 @@ def _examine_gpus(report: Report, torch: Any, build_info: dict[str, Any] | None)
         report.problems.append(
             Problem(
                 "cuda-half-missing",
-                "there is a GPU, but only the CPU half was built because nvcc was not found",
+                "there is a GPU, but only the CPU kernels were built, because nvcc was not found",
                 f"python -m pip install nvidia-cuda-nvcc nvidia-cuda-cccl (or nvcc on PATH), then {_REBUILD}",
             )
         )
@@ -342,7 +343,7 @@ def _examine_gpus(report: Report, torch: Any, build_info: dict[str, Any] | None)
 
 
 def _examine_profiles(report: Report, torch: Any) -> None:
-    """Reports whose constants decide which kernel runs on every GPU."""
+    """Reports the GPU profile that decides which kernels run, for every GPU."""
     from fastsparse_core import gpu
 
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -383,7 +384,7 @@ def _examine_operators(report: Report, torch: Any, build_info: dict[str, Any]) -
 
 
 def _kind_of_failure(check: Check) -> tuple[Key, str]:
-    """Kind of problem that a failed self-check is, and one line on what to do about it."""
+    """Key of the problem behind a failed self-check, and one line on what to do about it."""
     if "needs driver" in check.message:
         return "driver-old", f"update the driver, or build with the nvcc of an older CUDA: {_drivers()}"
     if "no kernel image" in check.message:

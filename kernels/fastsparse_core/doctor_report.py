@@ -1,4 +1,4 @@
-"""What the doctor found, and how it is printed."""
+"""The doctor's report, and how it is printed."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Key = Literal[
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is not as it should be.
+    """A problem of the installation.
 
     Attributes:
-        key: Its kind.
-        what: The finding.
+        key: Kind of the problem, a heading of docs/troubleshooting.md.
+        what: The problem, in one line.
         cure: What to do about it, in one line.
-        breaks: Whether the product cannot be used until it is cured.
+        breaks: Whether FastSparse cannot be used until the problem is solved.
     """
 
     key: Key
@@ -58,7 +58,7 @@ _COLUMNS = {
 
 @dataclass
 class Report:
-    """All that the doctor found; each row is what the table of that name shows."""
+    """Everything that the doctor found. Each list has the rows of one table."""
 
     versions: list[tuple[str, str, str]] = field(default_factory=list)
     gpus: list[tuple[str, str, str, str]] = field(default_factory=list)
@@ -69,12 +69,12 @@ class Report:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing was found that keeps the product from working."""
+        """Whether FastSparse can be used, perhaps with restrictions."""
         return not any(problem.breaks for problem in self.problems)
 
 
 def as_json(report: Report) -> str:
-    """The report for programs: ``usable``, the rows of every table by column, the checks and the problems."""
+    """The report as a dict: ``usable``, the rows of every table by column, the checks and the problems."""
     tables = {
         name: [dict(zip(map(str.lower, columns), row, strict=True)) for row in getattr(report, name)]
         for name, columns in _COLUMNS.items()

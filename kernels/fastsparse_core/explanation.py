@@ -23,8 +23,9 @@ class Explanation:
         path: name of the layer in the model; "" if it is the model.
         layer: name of its class.
         by: ``"FastSparse"``, the name of the framework, or ``"not called"``.
-        kernel: what of FastSparse computed it, as the report of ``accelerate`` says; "" if nothing did.
-        reason: why the framework computed it, and what to do about it; "" if FastSparse did.
+        kernel: the kernel or plan of FastSparse that computed it, as in the report of ``accelerate``; "" if
+            FastSparse did not compute it.
+        reason: why the framework computed it, and what to do about it; "" if FastSparse computed it.
 
     Example:
         >>> from fastsparse_core.explanation import Explanation
@@ -87,13 +88,13 @@ def explain(
 
     Args:
         model: a layer or a model.
-        args: what it is called with.
+        args: positional arguments of the call.
         kwargs: keyword arguments of the call.
         framework: name of the framework.
         package: name of the plugin.
         is_graph_layer: whether a module is a layer to be explained.
         is_ours: whether a layer is a drop-in or accelerated.
-        kernel: what computes such a layer.
+        kernel: name of the kernel that computes a drop-in or accelerated layer.
         drop_ins: original -> drop-in.
         if_empty: message for the user if there is no graph layer.
 

@@ -1,4 +1,4 @@
-"""Exported programs for other places: without FastSparse, for ONNX, and for C++ programs without Python."""
+"""Converts exported programs to run without FastSparse, in ONNX, or in C++ programs without Python."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
 def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The same program in PyTorch's operators alone, for inference.
+    """Replaces FastSparse's operators in an exported program by PyTorch's, for inference.
 
-    It runs without FastSparse, and ``torch.onnx.export`` takes it. Each operator becomes a gather, the
-    formula and a scatter, with a row of features per edge, so the program is slower and needs more memory.
+    The result runs without FastSparse and can be passed to ``torch.onnx.export``. Each operator becomes a
+    gather, a formula and a scatter, with a row of features per edge, so the result is slower and needs more
+    memory.
 
     Args:
         program: result of ``torch.export.export`` for a model in evaluation mode.
@@ -38,7 +39,7 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
     Raises:
         ValueError: the program has no example inputs, was exported with an `Adjacency`, or contains attention
             dropout, that is, was exported in training mode.
-        NotImplementedError: the program has an operator that inference does not need.
+        NotImplementedError: the program has an operator of training, such as a gradient.
 
     Example:
         >>> program = torch.export.export(model.eval(), (x, edge_index))  # doctest: +SKIP
@@ -48,13 +49,13 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
 
 
 def for_cpp(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The same program for AOTInductor, whose packages C++ programs load without Python.
+    """Converts an exported program for AOTInductor, whose packages C++ programs load without Python.
 
     Sums, maxima and attention call operators of the library at :func:`cpp_library`. Other operators become
-    PyTorch's, as in :func:`decompose`. On CUDA that includes attention with edge features, with dot products,
-    in float64, and with heads wider than 256. A program builds the structure of its edges once per call. If
-    the edges are a buffer of the model, the structure becomes a part of the program, and the sizes of its
-    other inputs are fixed.
+    PyTorch's, as in :func:`decompose`. On CUDA, these include attention with edge features, with dot
+    products, in float64, and with heads wider than 256. The program builds the structure of its edges once
+    per call. If the edges are a buffer of the model, the structure becomes a constant of the program, and the
+    sizes of the program's other inputs are fixed.
 
     Args:
         program: result of ``torch.export.export`` for a model in evaluation mode.
@@ -78,13 +79,13 @@ def for_cpp(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
 
 
 def cpp_library() -> Path:
-    """The library that C++ programs load before a package of :func:`for_cpp`.
+    """Returns the path of the library that C++ programs load before a package of :func:`for_cpp`.
 
     Returns:
-        Its path.
+        The path.
 
     Raises:
-        FileNotFoundError: it was not built.
+        FileNotFoundError: the library was not built.
 
     Example:
         >>> torch.ops.load_library(cpp_library())  # doctest: +SKIP
@@ -101,10 +102,10 @@ def cpp_library() -> Path:
 def _rewritten(
     program: torch.export.ExportedProgram, formulas: dict[str, Callable[..., Any]]
 ) -> torch.export.ExportedProgram:
-    """The program with formulas in the place of operators."""
+    """Exports the program again, with formulas in place of FastSparse's operators."""
     if program.example_inputs is None:
         raise ValueError(
-            "program: expected one with example inputs, got none; take what torch.export.export returned"
+            "program: expected example inputs, got none; pass the program that torch.export.export returned"
         )
     module = program.module()
     for part in list(module.modules()):
@@ -118,7 +119,7 @@ def _rewritten(
 
 
 class _Called(nn.Module):
-    """A module's call, with sizes that `torch.export` may choose."""
+    """Calls a module with any arguments, so that `torch.export` accepts dynamic sizes for them."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class _Called(nn.Module):
 
 
 def _free_sizes(program: torch.export.ExportedProgram) -> Any:
-    """The dimensions that may change, as `torch.export.export` takes them for a module of any arguments."""
+    """The dynamic dimensions of a program's inputs, in the form that `torch.export.export` expects."""
     names = program.graph_signature.user_inputs
     values = [
         node.meta.get("val")
@@ -148,7 +149,7 @@ def _free_sizes(program: torch.export.ExportedProgram) -> Any:
 
 
 def _replace_operators(module: GraphModule, formulas: dict[str, Callable[..., Any]]) -> None:
-    """Puts formulas in the place of operators, and the parts of regions in that of the regions."""
+    """Replaces operators by formulas, and regions of autocast or gradient mode by their subgraphs."""
     structures: dict[Any, torch.fx.Node] = {}
     for node in module.graph.nodes:
         name = getattr(node.target, "__name__", str(node.target))
@@ -168,27 +169,27 @@ def _replace_operators(module: GraphModule, formulas: dict[str, Callable[..., An
             if operator not in formulas:
                 raise NotImplementedError(
                     f"program: expected operators of inference, got fastsparse::{operator}; export the "
-                    "model in evaluation, without gradients"
+                    "model in evaluation mode and without gradients"
                 )
             for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
                 if argument.name == "adjacency" and not isinstance(given, torch.fx.Node):
                     raise ValueError(
-                        "program: expected edges as a tensor, got an Adjacency, which only this process "
-                        "knows; export the model with edge_index, as an input or a buffer"
+                        "program: expected edges as a tensor, got an Adjacency, which cannot be exported; "
+                        "export the model with edge_index, as an input or a buffer"
                     )
             node.target = formulas[operator]
     module.recompile()
 
 
 def _is_constant(structure: torch.fx.Node) -> bool:
-    """Whether the edges, and the numbers of nodes, are parts of the program."""
+    """Whether the edges and the numbers of nodes are constants of the program."""
     edges, *place = structure.args
     is_part = isinstance(edges, torch.fx.Node) and edges.op == "get_attr"
     return is_part and not any(isinstance(each, torch.fx.Node) for each in place)
 
 
 def _keep_rows(module: GraphModule, structure: torch.fx.Node) -> None:
-    """Makes the rows of constant edges parts of the program."""
+    """Stores the compressed rows of constant edges as constants of the program."""
     edges, *place = structure.args
     assert isinstance(edges, torch.fx.Node)
     given = module
@@ -208,7 +209,7 @@ def _called(part: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Entries(EdgeValues):
-    """The entries of a structure in the order of the edges, in the place of an `Adjacency`."""
+    """The entries of a structure in the order of the edges. It replaces an `Adjacency` in formulas."""
 
     def __init__(
         self, edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: str, site: str
@@ -275,7 +276,7 @@ class Entries(EdgeValues):
 
 
 class Rows(Entries):
-    """The same, with the rows that the library's operators take."""
+    """`Entries` with the compressed rows that the library's operators take."""
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -329,7 +330,7 @@ def structure_part(edges: Tensor, adj: Entries, name: str, size: int, dtype: tor
 
 
 def _in(dtype: torch.dtype) -> Any:
-    """Formulas in the dtype in which kernels add."""
+    """Decorates formulas so that they compute in the dtype in which kernels accumulate."""
     return reference.computing_in(accumulation_dtype(dtype))
 
 
@@ -356,7 +357,7 @@ def spmm_extremum(
 ) -> tuple[Tensor, Tensor]:
     """``fastsparse::spmm_extremum``."""
     if adds:
-        raise NotImplementedError("program: expected messages that multiply, got ones that add edge values")
+        raise NotImplementedError("program: expected edge values as factors, got ones that are added")
     with _in(x.dtype):
         out = reference.spmm(adj, x, value, "min" if minimum else "max").to(x.dtype)
     return out, out
@@ -405,7 +406,7 @@ def attention(
     """``fastsparse::attention``."""
     if dropout_p:
         raise ValueError(
-            f"program: expected one of a model in evaluation, got dropout={dropout_p}; call model.eval()"
+            f"program: expected a model in evaluation mode, got dropout={dropout_p}; call model.eval()"
         )
     values = src if v is None else v
     q, k, by_head = (x.unflatten(1, (heads, -1)) for x in (dst, src, values))
@@ -422,12 +423,12 @@ def attention(
 
 
 def _unfused(formula: Callable[..., Tensor], count: int, results: int) -> Callable[..., tuple[Tensor, ...]]:
-    """An operator's unfused version in its place; of the results programs of inference read the first.
+    """Makes an operator of a formula. Programs of inference read only the operator's first result.
 
     Args:
-        formula: from the structure and the operator's first arguments.
-        count: how many of these.
-        results: of the operator.
+        formula: computes the first result from the structure and the operator's first arguments.
+        count: number of these arguments.
+        results: number of results of the operator.
     """
     return lambda *given: (formula(given[-2], *given[:count]),) * results
 
@@ -440,7 +441,7 @@ def maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def maxk_dense(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """``fastsparse::maxk_dense``; what only its gradient reads is not made."""
+    """``fastsparse::maxk_dense``, without the results that only its gradient reads."""
     values, ids = maxk(x, k)
     return cbsr_to_dense(values, ids, x.size(-1)), ids
 
@@ -584,7 +585,7 @@ _OF_LIBRARY = (cpp_structure, cpp_spmm, cpp_spmm_extremum, cpp_attention)
 
 @cache
 def _load_operators() -> None:
-    """Loads the library, and says what traces get for its operators."""
+    """Loads the library and registers the shapes of its operators' results for tracing."""
     torch.ops.load_library(cpp_library())
 
     def compressed(row: Tensor, col: Tensor, num_rows: int, num_cols: int) -> tuple[Tensor, ...]:

@@ -18,9 +18,9 @@ class Reason(NamedTuple):
 
     Attributes:
         message: why the kernels do not run.
-        cure: what the user can do about it; "" if nothing is lost, because the user asked for that
-            implementation, or because it is faster there. Then there is no warning.
-        faster: name of the framework if its implementation is faster there, else "".
+        cure: what the user can do about it. It is "", and there is no warning, if the user asked for the
+            framework's implementation, or if that is faster for this call.
+        faster: name of the framework if its implementation is faster for this call, else "".
     """
 
     message: str
@@ -29,7 +29,7 @@ class Reason(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The message, and that the framework is faster if so."""
+        """The message, which also says whether the framework is faster."""
         return f"{self.message}: {self.faster} is faster there" if self.faster else self.message
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ _listener: ContextVar[Callable[[Reason], None] | None] = ContextVar("fastsparse_
 
 @contextlib.contextmanager
 def listening(listener: Callable[[Reason], None]) -> Iterator[None]:
-    """Passes the reasons of fallbacks in this context to a function; nothing is logged."""
+    """Context in which the reasons of fallbacks are passed to a function and not logged."""
     token = _listener.set(listener)
     try:
         yield
@@ -53,10 +53,10 @@ def listening(listener: Callable[[Reason], None]) -> Iterator[None]:
 
 
 def tell(logger: logging.Logger, framework: str, layer: str, reason: Reason) -> None:
-    """Says once that a framework's implementation ran: a warning, or a log record where nothing is lost.
+    """Reports once that a framework's implementation ran: by a warning, or by a log record without a cure.
 
     Args:
-        logger: of the plugin.
+        logger: logger of the plugin.
         framework: name of the framework.
         layer: name of the layer's class.
         reason: why the kernels did not run.
@@ -81,16 +81,16 @@ def run(
 ) -> Any:
     """Calls the framework's implementation, then tells the user.
 
-    If the call raises, its error is enough. A call that runs out of memory is reported nevertheless: the
-    kernels may need less.
+    If the call raises an error, the user is told nothing more. Only a call that runs out of memory is also
+    reported, because the kernels may need less memory.
 
     Args:
         tell: :func:`tell` of a plugin.
         layer: name of the layer's class.
         reason: why the kernels do not run.
         call: the framework's implementation.
-        args: its arguments.
-        kwargs: its arguments by name.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
     """
     try:
         out = call(*args, **kwargs)

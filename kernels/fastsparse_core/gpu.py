@@ -1,8 +1,8 @@
-"""What the rules know of a GPU: its sizes, and where one kernel overtakes another on it.
+"""Profiles of GPUs: sizes of a GPU, and the crossovers at which one kernel becomes faster than another.
 
-Sizes come from the device's properties. The crossovers were measured: `gpu_profiles/` has a file for every
-GPU that was, and the user's cache folder those that ``python -m fastsparse_core.tune`` has measured. Any
-other GPU gets the H200's, scaled by its own sizes.
+Sizes come from the device's properties. Crossovers are measured: `gpu_profiles/` has a file for every
+measured GPU, and the user's cache folder has the files of ``python -m fastsparse_core.tune``. All other GPUs
+use the H200's crossovers, scaled by the sizes of the GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KNOWN_BEST = "nvidia_h200"
 
 
 def _constant(scales_with: str = "") -> Any:
-    """A measured constant; ``scales_with``: the size that it grows with on a GPU that was not measured."""
+    """A measured constant; on a GPU that was not measured, it is scaled in proportion to ``scales_with``."""
     return field(metadata={"scales_with": scales_with})
 
 
@@ -38,30 +38,31 @@ class GpuProfile:
     """Sizes of a GPU and crossovers of the kernels on it.
 
     Attributes:
-        name: as PyTorch gives it.
-        source: where the constants are from: ``"measured"``, ``"scaled from ..."``, ``"tuned ..."``.
-        num_sms: multiprocessors.
-        shared_memory: bytes that a block of threads may have.
-        l2_bytes: size of the L2.
-        bandwidth: of the memory, in bytes a millisecond.
-        few_edges: edges below which a product takes about as long as its launch.
-        few_per_row: entries per row below which sddmm and ssd's backward work from CSR.
-        shared: vectors per edge up to which flashsparse beats csr in float32 on large graphs.
-        narrow: features up to which csr's gather in float32 moves half of what it could.
-        short_product_bytes: bytes of a head up to which sddmm works from CSR.
-        least_rows: rows from which GraphSAGE's linear maps in one kernel beat cuBLAS in float32.
-        most_gathered: edges per row up to which that kernel sums neighbours too.
-        many_products: of numbers in a 16-bit product of matrices, from which zeros behind rows that are not
-            multiples of 16 bytes save more than they cost.
-        long_group_edges: edges from which ssd's edge groups are long.
-        long_group_rows: entries per row from which they are.
-        few_kept: features per kept one from which ssd's backward works from CSR where rows are short.
-        gathered_often: edges per source from which ssd packs kept entries.
-        many_sources: sources from which their kept entries outgrow the L2.
-        kept_result_bytes: results up to which all stay in the L2 while a gradient streams through.
-        surely_kept_bytes: what of a block of sources stays there where not all of it does.
-        miss_rate: bytes a millisecond that reductions lose where they miss the L2.
-        gradient_rate: bytes a millisecond that ssd's gradient is read at.
+        name: name of the GPU in PyTorch.
+        source: origin of the constants: ``"measured"``, ``"scaled from ..."`` or ``"tuned ..."``.
+        num_sms: number of multiprocessors.
+        shared_memory: largest shared memory of a thread block, in bytes.
+        l2_bytes: size of the L2 cache, in bytes.
+        bandwidth: memory bandwidth, in bytes per millisecond.
+        few_edges: number of edges below which a product takes about as long as its launch.
+        few_per_row: entries per row below which sddmm and ssd's backward pass use CSR.
+        shared: vectors per edge up to which flashsparse is faster than csr, in float32 on large graphs.
+        narrow: number of features up to which csr's float32 gather reaches only half of the bandwidth.
+        short_product_bytes: bytes per head up to which sddmm uses CSR.
+        least_rows: number of rows from which one kernel for GraphSAGE's linear maps is faster than cuBLAS, in
+            float32.
+        most_gathered: edges per row up to which this kernel also sums the neighbours.
+        many_products: number of multiplications in a 16-bit matrix product from which it is faster to pad
+            rows to multiples of 16 bytes.
+        long_group_edges: number of edges from which ssd uses long edge groups.
+        long_group_rows: entries per row from which ssd uses long edge groups.
+        few_kept: features per kept entry from which ssd's backward pass uses CSR, if rows are short.
+        gathered_often: edges per source from which ssd packs the kept entries.
+        many_sources: number of sources from which their kept entries exceed the L2 cache.
+        kept_result_bytes: size of results up to which they stay in the L2 cache while a gradient is read.
+        surely_kept_bytes: size of the part of larger results that stays in the L2 cache.
+        miss_rate: bytes per millisecond of reductions that miss the L2 cache.
+        gradient_rate: bytes per millisecond at which ssd's gradient is read.
     """
 
     name: str
@@ -90,17 +91,17 @@ class GpuProfile:
 
     @functools.cached_property
     def resident_groups(self) -> int:
-        """Groups of lanes that it keeps resident in the CSR kernels, about."""
+        """Approximate number of groups of lanes that are resident in the CSR kernels."""
         return 96 * self.num_sms
 
     @functools.cached_property
     def resident_warps(self) -> int:
-        """Warps that it keeps resident in the tensor-core kernels, about."""
+        """Approximate number of warps that are resident in the tensor-core kernels."""
         return 32 * self.num_sms
 
     @functools.cached_property
     def resident_panels(self) -> int:
-        """Blocks of threads that it keeps resident in ssd's backward."""
+        """Number of thread blocks that are resident in ssd's backward pass."""
         return 3 * self.num_sms
 
     def constants(self) -> dict[str, float]:
@@ -109,27 +110,27 @@ class GpuProfile:
 
 
 def measured_fields() -> list[dataclasses.Field[Any]]:
-    """The fields of a profile that are measured, not asked of the device."""
+    """The fields of a profile that are measured; all others come from the device's properties."""
     return [each for each in dataclasses.fields(GpuProfile) if "scales_with" in each.metadata]
 
 
 def file_name(gpu: str) -> str:
-    """The name of a GPU as that of a file: of all H100s with the same memory, for instance, one."""
+    """The name of a GPU's file. For example, all H100s with the same memory share a file."""
     words = re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")
     return words.removesuffix("_80gb_hbm3").removesuffix("_sxm")
 
 
 def cache_folder() -> Path:
-    """Where profiles of this user's machines are."""
+    """Folder of the profiles that this user has measured."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "fastsparse" / "gpu_profiles"
 
 
 def read(path: Path) -> GpuProfile:
-    """A stored profile. Constants that this version no longer has are ignored.
+    """Reads a stored profile. Constants that this version no longer has are ignored.
 
     Raises:
-        ValueError: the file holds something else; it says what to do.
+        ValueError: the file is not a profile of this version; the message says what to do.
     """
     try:
         stored = json.loads(path.read_text())
@@ -143,7 +144,7 @@ def read(path: Path) -> GpuProfile:
 
 
 def write(profile: GpuProfile, path: Path) -> None:
-    """Stores a profile."""
+    """Writes a profile to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(profile), indent=2) + "\n")
 
@@ -151,12 +152,12 @@ def write(profile: GpuProfile, path: Path) -> None:
 def scaled(known: GpuProfile, sizes: Mapping[str, Any]) -> GpuProfile:
     """Estimates the profile of a GPU that was not measured from that of another GPU.
 
-    What a crossover grows with, multiprocessors, L2 or bandwidth, decides how it is scaled; ratios, such as
-    entries per row, stay.
+    A crossover is scaled in proportion to the number of multiprocessors, the L2 cache or the bandwidth.
+    Ratios, such as entries per row, do not change.
 
     Args:
         known: a measured profile.
-        sizes: `name`, `num_sms`, `shared_memory`, `l2_bytes` and `bandwidth` of the other.
+        sizes: `name`, `num_sms`, `shared_memory`, `l2_bytes` and `bandwidth` of the GPU.
     """
     constants = {
         each.name: getattr(known, each.name)
@@ -169,7 +170,7 @@ def scaled(known: GpuProfile, sizes: Mapping[str, Any]) -> GpuProfile:
 
 
 def sizes_of(device: torch.device) -> dict[str, Any]:
-    """What a device says of itself, as `scaled` takes it."""
+    """Sizes from a device's properties, in the form that `scaled` takes."""
     properties = torch.cuda.get_device_properties(device)
     known = read(MEASURED / f"{_KNOWN_BEST}.json")
     bits, kilohertz = getattr(properties, "memory_bus_width", 0), getattr(properties, "memory_clock_rate", 0)
@@ -189,7 +190,7 @@ _override: GpuProfile | None = None
 
 
 def profile_of(device: torch.device) -> GpuProfile:
-    """The profile that decides on a device; on the CPU, where sizes alone are read, the H200's."""
+    """The profile of a device. On the CPU, it is the H200's, because some rules read its sizes."""
     if _override is not None:
         return _override
     return _profile(-1 if device.type != "cuda" else device.index or 0)
@@ -210,11 +211,11 @@ def _profile(index: int) -> GpuProfile:
 
 @contextmanager
 def use(profile: GpuProfile | None = None, **changes: Any) -> Iterator[GpuProfile]:
-    """Lets another profile decide within, on every device: for measuring and for tests.
+    """Context in which all devices have the same given profile, for measurements and tests.
 
     Args:
-        profile: the profile; None: what decides so far, or on the CPU.
-        **changes: fields that differ from it.
+        profile: the profile; None: that of an enclosing context, else the CPU's profile.
+        **changes: fields that replace those of the profile.
     """
     global _override
     before = _override
@@ -231,7 +232,7 @@ def use(profile: GpuProfile | None = None, **changes: Any) -> Iterator[GpuProfil
 
 @functools.cache
 def has_wgmma(device: torch.device) -> bool:
-    """Whether a GPU, and this build for it, have products of warpgroups, as only architecture 9.0 has."""
+    """Whether a GPU and this build support warpgroup matrix products (only architecture 9.0 has them)."""
     built = str(_C.build_info()["cuda_archs"]).replace("+PTX", "").split(";")
     return "90" in built and torch.cuda.get_device_capability(device) == (9, 0)
 

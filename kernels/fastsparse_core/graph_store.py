@@ -1,4 +1,4 @@
-"""Many small graphs, stored once as tensors one behind the other, from which batches are gathered."""
+"""Stores many small graphs as concatenated tensors, and gathers batches from them."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ _SHARE_OF_CHECKS = 0.02
 
 
 class NotStored(Exception):
-    """Why some graphs, or one of their attributes, cannot be stored."""
+    """Graphs, or one of their attributes, cannot be stored. The message is the reason."""
 
 
 class NothingToStore(NotStored):
-    """There are no graphs, so nothing is slower for it."""
+    """There are no graphs, so no warning about a slow path is needed."""
 
 
 class FieldKind(enum.IntEnum):
-    """How the rows of a batch come from those of the dataset, as in gather_graphs.h."""
+    """How the rows of a batch are computed from the rows of the dataset, as in gather_graphs.h."""
 
     COPY = 0
     ADD_INT64 = 1
@@ -68,17 +68,20 @@ ADDS = {torch.int64: FieldKind.ADD_INT64, torch.int32: FieldKind.ADD_INT32}
 
 @dataclass(eq=False)
 class Field:
-    """A tensor of the dataset, and how that of a batch is made of it.
+    """A tensor of the dataset, and how the tensor of a batch is computed from it.
+
+    A pointer is a tensor with the first row of every graph, then the number of rows. The store numbers its
+    pointers.
 
     Attributes:
-        tensor: contiguous; the graphs' rows one behind the other along ``dim``; None: nothing is read.
-        rows: number of the pointer that says which rows a graph has.
-        kind: what is done to the rows.
-        added: numbers of the pointers whose rows are counted from the start of the batch: the second one for
-            the second index before the rows.
+        tensor: rows of all graphs, concatenated along ``dim``, contiguous; None: nothing is read.
+        rows: number of the pointer to the rows of each graph.
+        kind: how the rows are changed.
+        added: for indices: number of the pointer whose first row in the batch is added to them. The second
+            entry applies to the second index of the dimension before ``dim``, such as destinations.
         dim: dimension of the rows.
-        dtype: of the tensor.
-        more_rows: number of rows that the result has beyond those of the graphs.
+        dtype: dtype of the tensor.
+        more_rows: number of rows that the result has in addition to those of the graphs.
     """
 
     tensor: Tensor | None
@@ -101,11 +104,11 @@ class Field:
 
     @property
     def sized_by(self) -> int:
-        """The pointer that says how many rows the result has."""
+        """Number of the pointer that determines the number of rows of the result."""
         return 0 if self.kind is FieldKind.FIRST else self.rows
 
     def arguments(self) -> tuple[Tensor | None, int, int, int, int, int, int, int]:
-        """What `_C.gather_graphs` reads."""
+        """The field in the form that `_C.gather_graphs` takes."""
         row_bytes = math.prod(self.behind) * self.dtype.itemsize
         num_rows = 0 if self.tensor is None else self.tensor.size(self.dim)
         return (
@@ -124,7 +127,7 @@ class Fields:
 
     Args:
         fields: the fields.
-        device: where batches are.
+        device: device of the batches.
     """
 
     def __init__(self, fields: Sequence[Field], device: torch.device) -> None:
@@ -135,7 +138,7 @@ class Fields:
         self._device = device
 
     def of(self, chosen: Chosen) -> list[Tensor]:
-        """The tensors of a batch."""
+        """Gathers the tensors of a batch."""
         totals, device = chosen.totals, self._device
         out = [
             torch.empty((*before, totals[rows] + more, *behind), dtype=dtype, device=device)
@@ -160,12 +163,12 @@ class Chosen:
 
     Attributes:
         count: number of graphs.
-        totals: number of rows of all these graphs, one number per pointer.
-        first: int64 (number of pointers, count + 1) on the host: where the rows of each graph begin in the
-            batch.
+        totals: for every pointer, the number of rows of the chosen graphs.
+        first: for every pointer, the first row of each graph in the batch, then the number of rows, int64
+            (number of pointers, count + 1), on the host.
         table: `first` and `source` for the kernels, on the device of the batch.
-        source: int64 (number of pointers, count) on the host: where the rows of each graph begin in the
-            dataset.
+        source: for every pointer, the first row of each graph in the dataset, int64 (number of pointers,
+            count), on the host.
     """
 
     count: int
@@ -178,15 +181,16 @@ class Chosen:
 class GraphStore:
     """The pointers and tensors of many graphs.
 
-    Pointer 0 is that of the graphs themselves: one row each.
+    A pointer is a tensor with the first row of every graph, then the number of rows. Pointer 0 has one row
+    per graph.
 
     Args:
         num_graphs: number of graphs.
-        device: where batches are.
+        device: device of the batches.
 
     Attributes:
         num_graphs: number of graphs.
-        device: where batches are.
+        device: device of the batches.
     """
 
     def __init__(self, num_graphs: int, device: torch.device) -> None:
@@ -195,13 +199,13 @@ class GraphStore:
         self.pointers = [torch.arange(num_graphs + 1, device="cpu")]
 
     def add_counts(self, counts: Sequence[int] | Tensor) -> int:
-        """The number of the pointer of so many rows per graph, (num_graphs,)."""
+        """Adds the pointer for given numbers of rows per graph, (num_graphs,); returns its number."""
         pointer = torch.zeros(self.num_graphs + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(torch.as_tensor(counts, dtype=torch.int64, device="cpu"), 0, out=pointer[1:])
         return self.add_pointer(pointer)
 
     def add_pointer(self, pointer: Tensor) -> int:
-        """The number of a pointer, int64 (num_graphs + 1,) on the CPU; equal ones have one number."""
+        """Adds a pointer, int64 (num_graphs + 1,) on the CPU; returns its number. Equal ones share it."""
         for nth, known in enumerate(self.pointers):
             if torch.equal(known, pointer):
                 return nth
@@ -213,11 +217,11 @@ class GraphStore:
         return self.pointers[pointer].diff()
 
     def choose(self, index: Sequence[int] | Tensor, graph_at: Tensor | None = None) -> Chosen:
-        """Some of the graphs.
+        """Chooses the graphs of a batch.
 
         Args:
-            index: positions, int64 on the CPU if they are a tensor; negative ones count from the end.
-            graph_at: int64, the graph at every position; None: positions are graphs.
+            index: positions; a tensor must be int64 on the CPU. Negative positions count from the end.
+            graph_at: number of the graph at every position, int64; None: both are equal.
 
         Raises:
             IndexError: there is no such position.
@@ -257,16 +261,16 @@ _copies: Any = WeakIdKeyDictionary()
 
 
 def place_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors where kernels of a device read them best: in its memory where half of what is free holds them.
+    """Copies tensors to a device if they take at most half of its free memory, else to page-locked memory.
 
-    Loaders of one dataset share the copies, which live as long as one of them does.
+    Loaders of one dataset share the copies, which are freed with the last of these loaders.
 
     Args:
-        tensors: contiguous.
-        device: where batches are.
+        tensors: contiguous tensors.
+        device: device of the batches.
 
     Returns:
-        On the device, or in page-locked memory of the host where a GPU has too little.
+        The tensors on the device, or in page-locked memory of the host.
     """
     if device.type == "cpu":
         return [tensor.to(device) for tensor in tensors]
@@ -283,7 +287,7 @@ def place_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
         info_once(
             _logger,
             f"{size} stay in page-locked memory of the host, which {device} reads over PCIe, because they "
-            f"take more than half of the {free / 2**30:.2f} GiB that are free there",
+            f"take more than half of the {free / 2**30:.2f} GiB that are free on {device}",
         )
     out = []
     for tensor, copy in zip(tensors, placed, strict=True):
@@ -311,13 +315,14 @@ _ROWS_AT_ONCE = 2**24
 
 
 class StoredEdges:
-    """The edges of one type of all graphs, with their structure.
+    """The edges of one type in all graphs, with their structure.
 
     Args:
-        store: of the graphs.
-        edge_index: their field, (2, number of edges), sources and destinations by their numbers in the graph.
-        sources: pointer of the nodes that edges start from.
-        destinations: pointer of those that they end at.
+        store: store of the graphs.
+        edge_index: field of the edges, (2, number of edges): sources and destinations, numbered within their
+            graph.
+        sources: number of the source nodes' pointer.
+        destinations: number of the destination nodes' pointer.
     """
 
     def __init__(self, store: GraphStore, edge_index: Field, sources: int, destinations: int) -> None:
@@ -330,9 +335,9 @@ class StoredEdges:
         return self._store.device
 
     def _parts(self) -> Iterator[tuple[Chosen, Tensor]]:
-        """Batches of consecutive graphs that cover all graphs, and their edges, int64 (2, number of edges).
+        """Yields batches of consecutive graphs that cover all graphs, and their edges, int64 (2, E).
 
-        Parts bound the memory that sorting takes.
+        Batches limit the memory that sorting takes.
         """
         store, fields = self._store, Fields([self._edge_index], self._store.device)
         sizes = sum(store.counts(of) for of in (self._edge_index.rows, self.sources, self.destinations))
@@ -376,7 +381,7 @@ class StoredEdges:
 
     @cached_property
     def structure(self) -> _StoredStructure:
-        """That of all graphs."""
+        """The structure of all graphs."""
         with torch.inference_mode(False):
             return _StoredStructure(
                 self._store, self._edge_index.rows, self.sources, self.destinations, self._parts()
@@ -384,7 +389,7 @@ class StoredEdges:
 
 
 class BatchEdges:
-    """The edges of a batch, whose structure is made when it is asked for, without sorting.
+    """The edges of a batch. Their structure is built at the first use, without sorting.
 
     Attributes:
         shape: (number of destinations, number of sources).
@@ -396,7 +401,7 @@ class BatchEdges:
 
     @property
     def device(self) -> torch.device:
-        """Where the structure is made."""
+        """Device of the structure."""
         return self._edges.device
 
     @property
@@ -422,7 +427,7 @@ class BatchEdges:
 
 
 class _StoredStructure:
-    """The structure of all graphs, cut into those of the graphs."""
+    """The structures of all graphs, numbered within each graph, from which those of batches are gathered."""
 
     def __init__(
         self,
@@ -488,7 +493,7 @@ def _cut(whole: Adjacency, chosen: Chosen, edges: int, rows: int, columns: int) 
     first, device = chosen.first, whole.device
 
     def begins(pointer: int, of: int) -> Tensor:
-        """For every row of one pointer, where those of the other begin in its graph."""
+        """For every row of one pointer, the first row of another pointer in the same graph."""
         return first[pointer][:-1].repeat_interleave(first[of].diff()).to(device)
 
     degree = whole.in_degree()
@@ -513,11 +518,11 @@ class _RowsOfGraphs:
     """Compressed rows of all graphs.
 
     Args:
-        store: of the graphs.
+        store: store of the graphs.
         edges: pointer of the entries.
         rows: pointer of the rows.
         columns: pointer of the columns.
-        parts: what `_cut` gave of consecutive graphs.
+        parts: results of `_cut` for consecutive graphs.
     """
 
     def __init__(
@@ -554,7 +559,7 @@ class _RowsOfGraphs:
             self.fields.append(Field(tensor, pointer, kind, (added, added), more_rows=more))
 
     def adjacency(self, chosen: Chosen, shape: tuple[int, int], tensors: Iterator[Tensor]) -> Adjacency:
-        """The structure of a batch from what was gathered of the fields."""
+        """The structure of a batch, from the gathered fields."""
         found = dict(zip(self._names, tensors, strict=False))
         adjacency = adjacency_of_batch(
             found["rowptr"],
@@ -583,12 +588,12 @@ Outline = tuple[list[Any], list[list[int]]]
 
 
 def same_outline(one: Outline, two: Outline) -> bool:
-    """Whether two outlines are of the same objects and positions."""
+    """Whether two outlines consist of the same objects and positions."""
     return _C.hold_same(containers=[one[0]], values=two[0]) and one[1] == two[1]
 
 
 class Content:
-    """What was stored of a dataset, so that later changes of it are detected.
+    """Detects changes of a dataset after it was stored.
 
     Another object in one of the dictionaries is always detected. Writes in place are detected when the tensor
     that was written to is checked. Each time, the next group of `_VERSIONS_AT_ONCE` tensors is checked,
@@ -596,7 +601,7 @@ class Content:
 
     Args:
         mappings: dictionaries of the dataset.
-        tensors: its tensors.
+        tensors: tensors of the dataset.
     """
 
     def __init__(self, mappings: list[dict[Any, Any]], tensors: list[Tensor]) -> None:
@@ -634,13 +639,13 @@ def _sum_of_versions(tensors: list[Tensor]) -> int:
 
 
 def drawn_batches(batch_sampler: Any, device: torch.device) -> Iterator[Any]:
-    """The batches of a sampler: int64 tensors where the order is PyTorch's own, else as the sampler has them.
+    """Yields the batches of a sampler: int64 tensors for PyTorch's own samplers, else the sampler's items.
 
     Order and random numbers are those of PyTorch's samplers, without a Python loop over the positions.
 
     Args:
-        batch_sampler: of a loader.
-        device: of the tensors.
+        batch_sampler: the loader's batch sampler.
+        device: device of the tensors.
     """
     order: Any = getattr(batch_sampler, "sampler", None)
     is_shuffled = type(order) is RandomSampler and not order.replacement
@@ -667,11 +672,11 @@ def drawn_batches(batch_sampler: Any, device: torch.device) -> Iterator[Any]:
 
 
 class StoredBatches(_SingleProcessDataLoaderIter):
-    """PyTorch's iterator over a loader, which draws the samples; a function makes the batches.
+    """Iterator over a loader: PyTorch chooses the samples, and a function makes the batches.
 
     Args:
-        loader: without worker processes.
-        make: the batch of some positions.
+        loader: a loader without worker processes.
+        make: function that makes the batch of given positions.
     """
 
     def __init__(self, loader: Any, make: Callable[[Any], Any]) -> None:

@@ -17,13 +17,14 @@ def grouped_product(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tenso
     .. math::
         \mathbf{y}_p = \mathbf{x}_p \mathbf{W}_{r(p)}
 
-    with block-diagonal matrices where there are several blocks. One product per group, written into its rows
-    of the result: nothing is padded, copied or gathered. Under autocast in the autocast dtype.
+    :math:`r(p)` is the group of row p. With B blocks, matrices are block-diagonal. There is one product per
+    group, which is written into the group's rows of the result: nothing is padded, copied or gathered. Under
+    autocast, the result has the autocast dtype.
 
     Args:
-        x: (P, B * I), the rows of a group next to each other.
-        weight: (R, I, O), or (R, B, I, O) of B blocks.
-        starts: (R + 1) first row of every group, and P.
+        x: (P, B * I), with the rows of a group next to each other.
+        weight: (R, I, O) for B = 1, or (R, B, I, O).
+        starts: first row of each of the R groups, then P.
 
     Returns:
         (P, B * O), differentiable any number of times.
@@ -70,7 +71,7 @@ def _multiply(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tensor:
 
 
 def _outer(x: Tensor, grad: Tensor, like: Tensor, starts: tuple[int, ...]) -> Tensor:
-    """Gradients of the weights; of PyTorch's operators, which have gradients of their own."""
+    """Gradients of the weights, by PyTorch's operators, which are differentiable again."""
     num_blocks, sizes = like.size(1), _sizes(starts)
     if not sizes:
         return torch.zeros_like(like)

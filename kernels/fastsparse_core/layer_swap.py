@@ -1,8 +1,7 @@
-"""Puts the layers of an existing model on their drop-ins, in place and reversibly, for both plugins.
+"""Replaces the layers of an existing model by drop-ins, in place and reversibly, for both plugins.
 
-A drop-in subclasses its original and keeps no state of its own, so a layer is swapped by changing its class.
-The object stays: parameters, buffers, hooks, its own attributes and whatever refers to it, an optimiser or a
-second place in the model.
+A drop-in is a subclass of the original layer without additional state, so only the class of the layer object
+changes. Parameters, buffers, hooks, attributes and references to the object stay the same.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ class Row:
 
     Attributes:
         paths: names of the layer in the model, several if it is shared; "" is the model itself.
-        original: name of its class before.
-        drop_in: name of its class now if that is a drop-in, else "".
-        reason: why the layer was not changed; "" if it was.
-        kernel: what computes the layer now, if the plugin reports it.
+        original: name of the layer's class before.
+        drop_in: name of the layer's class now, if it is a drop-in, else "".
+        reason: why the layer was not changed; "" if it was changed.
+        kernel: name of the kernel or plan that computes the layer now, if the plugin reports it.
 
     Example:
         >>> from fastsparse_core.layer_swap import Row
@@ -80,7 +79,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`accelerate` did; ``print`` shows it as a table.
+    """The result of :func:`accelerate`; ``print`` shows it as a table.
 
     Attributes:
         rows: one per graph layer, in the order of the model.
@@ -100,7 +99,7 @@ class Report:
 
     @property
     def left(self) -> tuple[Row, ...]:
-        """The layers that were not changed, drop-ins from before included."""
+        """The layers that were not changed, including layers that were drop-ins before."""
         return tuple(row for row in self.rows if row.reason)
 
     def __str__(self) -> str:
@@ -134,20 +133,20 @@ def accelerate(
     any_layer: Callable[[Module], type[Module] | str] | None = None,
     kernel: Callable[[Module], str] = lambda module: "",
 ) -> Report:
-    """Changes every layer of ``model`` that has a drop-in into it; a second call finds nothing to do.
+    """Replaces every layer of ``model`` by its drop-in; a second call changes nothing.
 
-    A layer counts if its class is an original or a subclass of one that defines nothing but its constructor:
-    a method of the user's own might be one that the drop-in does not call.
+    A layer is replaced if its class is an original, or a subclass that defines only a constructor. Subclasses
+    with other methods are not replaced, because the drop-in might not call these methods.
 
     Args:
-        model: any module, a layer itself included.
-        drop_ins: the originals and their drop-ins.
-        is_graph_layer: whether a layer without a drop-in belongs into the report.
-        why_not: why an original would run its own code even as that drop-in, "" if it would not.
-        is_generated: whether the framework itself, at run time, put that name into that class.
-        any_layer: for a graph layer that no drop-in can replace, the subclass of its own class that does, or
-            why there is none.
-        kernel: what computes a layer that was changed, for the report.
+        model: any module, also a single layer.
+        drop_ins: original -> drop-in.
+        is_graph_layer: whether a layer without a drop-in is listed in the report.
+        why_not: why a drop-in would run the original's code for all inputs; "" if it would not.
+        is_generated: whether the framework itself added a name to a class at run time.
+        any_layer: for a graph layer without a drop-in: a subclass of its class that replaces it, or the
+            reason why there is none.
+        kernel: name of the kernel that computes a replaced layer, for the report.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -159,7 +158,7 @@ def accelerate(
         if isinstance(module, torch.jit.ScriptModule):
             name = module.original_name
             if name in {klass.__name__ for klass in drop_ins}:
-                rows.append(Row(paths, name, "", "torch.jit compiled it; accelerate the model before"))
+                rows.append(Row(paths, name, "", "torch.jit compiled it; call accelerate before torch.jit"))
             continue
         if original is None and not is_graph_layer(module):
             continue
@@ -171,7 +170,7 @@ def accelerate(
         rows.append(Row(paths, name, now, reason, "" if reason else kernel(module)))
     if not rows:
         log.warn_once(
-            f"model: expected one with graph layers, but accelerate found none in {type(model).__name__}. "
+            f"model: expected a model with graph layers, but found none in {type(model).__name__}. "
             f"{log.NOT_FOUND}"
         )
     return Report(tuple(rows))
@@ -185,7 +184,7 @@ def swap(
     is_generated: Callable[[type, str], bool],
     any_layer: Callable[[Module], type[Module] | str] | None,
 ) -> str:
-    """Changes one graph layer into its drop-in; returns why it stays as it is, "" if it was changed.
+    """Replaces one graph layer by its drop-in; returns why it was not replaced, "" if it was.
 
     The arguments are those of :func:`accelerate`.
     """
@@ -209,14 +208,14 @@ class FirstCalls:
     """Layers that become drop-ins when they are first called, for `enable()` of both plugins.
 
     Args:
-        framework: its name in reports.
-        drop_ins: the originals and their drop-ins.
-        ours: classes of layers that need no swap.
-        kernel: what computes a drop-in, for reports.
+        framework: name of the framework in reports.
+        drop_ins: original -> drop-in.
+        ours: classes of layers that are not replaced, because they are FastSparse's.
+        kernel: name of the kernel that computes a drop-in, for reports.
         rules: the other arguments of :func:`swap`.
 
     Attributes:
-        call: what replaces the layers' `__call__`.
+        call: function that replaces the layers' `__call__`.
     """
 
     def __init__(
@@ -244,7 +243,7 @@ class FirstCalls:
         self.call = call
 
     def swap(self, layer: Module) -> str:
-        """Makes a layer a drop-in as :func:`accelerate` would; returns why it stays, "" if it does not."""
+        """Replaces a layer like :func:`accelerate`; returns why it was not replaced, "" if it was."""
         reason = self._left.get(layer)
         if reason is None:
             reason = swap(layer, self._drop_ins, **self._rules)
@@ -255,7 +254,7 @@ class FirstCalls:
         return reason
 
     def _recorded(self, layer: Any, reason: str, args: Any, kwargs: Any) -> Any:
-        """The call, with an entry in the report for what computed it."""
+        """Calls a layer, and records in the report what computed it."""
         reasons = [Reason(reason, "")] if reason else []
         if hasattr(type(layer), "forget_reasons"):
             type(layer).forget_reasons()
@@ -269,7 +268,7 @@ class FirstCalls:
         return out
 
     def reduce_ex(self, original: Callable[..., Any], layer: Any, protocol: Any) -> Any:
-        """The layers' `__reduce_ex__`: pickles and copies need no FastSparse, as they name the original."""
+        """Replaces the layers' `__reduce_ex__`: pickles and copies have the original class."""
         if layer not in self._swapped:
             return original(layer, protocol)
         second = self.as_original(layer)
@@ -281,7 +280,7 @@ class FirstCalls:
         return how, what, *rest
 
     def as_original(self, layer: Module) -> Module:
-        """A second object of a layer, of the original's class, with the same parameters and buffers."""
+        """A second object of the original's class that shares the layer's parameters and buffers."""
         second = second_object(layer)
         restore_layer(second, self._originals)
         return second
@@ -292,11 +291,11 @@ class FirstCalls:
         return self._originals.get(klass) or _replaced_by(klass) or klass
 
     def forget(self, layer: Module, *, left: str = "") -> None:
-        """Leaves a layer to :func:`accelerate` and :func:`restore`.
+        """Stops managing a layer, because :func:`accelerate` or :func:`restore` was called on it.
 
         Args:
-            layer: which.
-            left: why its next call does not make it a drop-in either.
+            layer: the layer.
+            left: why its next call does not replace it; "": the next call may replace it.
         """
         self._swapped.discard(layer)
         self._left.pop(layer, None)
@@ -304,7 +303,7 @@ class FirstCalls:
             self._left[layer] = left
 
     def restore(self) -> None:
-        """Gives every layer that a call changed its class back."""
+        """Restores the class of every layer that a call replaced."""
         for layer in list(self._swapped):
             restore_layer(layer, self._originals)
         self._swapped.clear()
@@ -312,13 +311,13 @@ class FirstCalls:
 
 
 def no_such_name(package: str, name: str, layers: ModuleType, served_by: str) -> AttributeError:
-    """The error for a name that a plugin lacks.
+    """The error for a name that a plugin does not have.
 
     Args:
-        package: the plugin.
-        name: what was looked up.
+        package: name of the plugin.
+        name: the name.
         layers: the framework's module of layers.
-        served_by: what else speeds up a layer that has no drop-in.
+        served_by: beginning of a sentence that says how FastSparse speeds up a layer without a drop-in.
     """
     message = f"module {package!r} has no attribute {name!r}"
     layer = name.removeprefix("Fast")
@@ -328,7 +327,7 @@ def no_such_name(package: str, name: str, layers: ModuleType, served_by: str) ->
 
 
 def second_object(layer: Module) -> Module:
-    """Another object of a layer, of its class and with the same parameters and buffers."""
+    """A second object of a layer's class that shares the layer's parameters and buffers."""
     second = object.__new__(type(layer))
     second.__dict__ = {
         name: copy.copy(value) if type(value) is dict else value for name, value in vars(layer).items()
@@ -337,7 +336,7 @@ def second_object(layer: Module) -> Module:
 
 
 def restore(model: Module, drop_ins: DropIns) -> None:
-    """Changes every drop-in of ``model`` back into its original, also those that it was built with.
+    """Replaces every drop-in of ``model`` by its original, also layers that were created as drop-ins.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -348,10 +347,10 @@ def restore(model: Module, drop_ins: DropIns) -> None:
 
 
 def restore_layer(module: Module, originals: DropIns) -> None:
-    """Changes one layer back.
+    """Replaces one drop-in by its original.
 
     Args:
-        module: any module; nothing happens if it is no drop-in.
+        module: any module; nothing happens if it is not a drop-in.
         originals: drop-in class -> original class.
     """
     drop_in = type(module)
@@ -362,12 +361,12 @@ def restore_layer(module: Module, originals: DropIns) -> None:
 
 
 def _replaced_by(klass: type) -> type[Module] | None:
-    """The class in whose place `any_layer` put that one."""
+    """The class that `any_layer` replaced by this class; None if it made no such class."""
     return vars(klass).get(REPLACED)
 
 
 def _layers(model: Module) -> Iterator[tuple[tuple[str, ...], Module]]:
-    """Every module once, with all its names."""
+    """Every module of a model once, with all its names."""
     if not isinstance(model, Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     found: dict[int, tuple[list[str], Module]] = {}
@@ -382,7 +381,7 @@ def _original(klass: type, drop_ins: DropIns) -> type[Module] | None:
 
 
 def _why_left(module: Module, original: type[Module], is_generated: Callable[[type, str], bool]) -> str:
-    """Why an original, or a layer of a subclass, has to stay what it is; "" if it need not."""
+    """Why a layer's class forbids to replace it; "" if it does not."""
     ancestors = type(module).__mro__
     position = ancestors.index(original)
     own = {
@@ -401,7 +400,7 @@ def _why_left(module: Module, original: type[Module], is_generated: Callable[[ty
 
 
 def _change_class(module: Module, original: type[Module], drop_in: type[Module], *, to_drop_in: bool) -> None:
-    """Changes the class; attributes that the drop-in keeps in another form take the one that is due."""
+    """Changes the class, and converts attributes that the drop-in stores in another form."""
     moved = [name for name in _stand_ins(drop_in, original) if not to_drop_in or name in vars(module)]
     values = {name: getattr(module, name) for name in moved}
     for name in moved:

@@ -1,4 +1,4 @@
-"""Locks that a forked process finds open, whatever threads of its parent were doing."""
+"""Locks that a forked process can acquire, even if another thread of its parent held them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import TracebackType
 class ForkSafeLock:
     """A reentrant lock; a context manager.
 
-    A fork copies a lock as it is, but not the thread that would release it: a child of a process whose other
-    thread builds a structure would wait for ever. The child gets new locks instead. What was being built is
-    not there in the child, so it builds it itself.
+    A fork copies a held lock, but not the thread that would release it, so a child process could wait
+    forever. Therefore the child gets new locks. If another thread was building a structure during the fork,
+    the child builds the structure again.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ForkSafeLock:
         self._lock.release()
 
     def renew(self) -> None:
-        """Replaces what another thread may hold; the forking thread keeps and releases what it holds."""
+        """Replaces the lock, unless the forking thread itself holds it and will release it."""
         if not self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock = threading.RLock()
 

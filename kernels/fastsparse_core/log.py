@@ -1,4 +1,4 @@
-"""Messages for the user: log records about which path ran, warnings about slow ones, tables of reports."""
+"""Messages for the user: log records, warnings about slow paths, and tables of reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RUN_VARIABLE = "FASTSPARSE_RUN"
 
 
 class SlowPathWarning(UserWarning):
-    """A call did not run on the fast kernels; the message has the cause and the cure.
+    """A call falls back to slower code. The message names the cause and the cure.
 
     Example:
         >>> import fastsparse_core, warnings
@@ -39,7 +39,7 @@ class SlowPathWarning(UserWarning):
 
 
 def table_text(table: Any) -> str:
-    """A table of rich as text, as wide as the terminal."""
+    """A table of the package rich as text, as wide as the terminal."""
     from rich.console import Console
 
     page = io.StringIO()
@@ -50,15 +50,15 @@ def table_text(table: Any) -> str:
 
 
 def range_text(low: int, high: int) -> str:
-    """What came, for errors: ``"got 5"`` or ``"got values from 0 to 5"``."""
+    """Part of an error message: ``"got 5"`` or ``"got values from 0 to 5"``."""
     return f"got {low}" if low == high else f"got values from {low} to {high}"
 
 
 def info_once(logger: logging.Logger, message: str) -> None:
     """Logs `message` at INFO the first time this logger emits it; later calls are silent.
 
-    A message that is not emitted, because the level of the logger is higher, stays due. Nothing is logged
-    while torch.compile traces: the code could not be traced.
+    A message that the logger's level suppresses does not count as emitted. Nothing is logged while
+    torch.compile traces, because logging cannot be traced.
     """
     if torch.compiler.is_compiling():
         return
@@ -67,11 +67,12 @@ def info_once(logger: logging.Logger, message: str) -> None:
 
 
 def warn_once(message: str) -> None:
-    """Issues a :class:`SlowPathWarning` the first time it is given `message`, at the user's line.
+    """Issues a :class:`SlowPathWarning` the first time it is called with `message`, at the user's line.
 
-    Under ``fastsparse run`` it is a log record: the script asked for nothing, and reports have the reason.
+    Under ``fastsparse run``, it logs the message instead, because the script did not ask for FastSparse.
 
-    While torch.compile traces, the warning is issued by the trace, and the compiled code has no trace of it.
+    While torch.compile traces, the warning is issued during the trace, and the compiled code does not repeat
+    it.
     """
     if torch.compiler.is_compiling():
         _warn_in_trace(message)
@@ -87,7 +88,7 @@ def _warn(message: str) -> None:
 
 
 def warn_of_user(message: str) -> None:
-    """Issues a `UserWarning` about a mistake of the user's the first time, under ``fastsparse run`` too."""
+    """Issues a `UserWarning` about a user's mistake once per message, also under ``fastsparse run``."""
     if _is_first("", message):
         warnings.warn(message, UserWarning, stacklevel=_user_level())
 
@@ -113,13 +114,13 @@ def _is_first(emitter: str, message: str) -> bool:
 
 
 def is_of_user(frame: FrameType) -> bool:
-    """Whether a frame runs code of the user, not of FastSparse, PyTorch, a framework or Python's library."""
+    """Whether a frame runs the user's code, not that of FastSparse, PyTorch, PyG, DGL or Python's library."""
     package = frame.f_globals.get("__name__", "").partition(".")[0]
     return package not in _NOT_THE_USER and package not in sys.stdlib_module_names
 
 
 def user_frame() -> FrameType | None:
-    """The innermost frame of the user."""
+    """The innermost frame of the user's code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_of_user(frame):
         frame = frame.f_back
@@ -127,20 +128,20 @@ def user_frame() -> FrameType | None:
 
 
 def current_line() -> str:
-    """The user's line that runs, as messages name it."""
+    """The user's current line, in the form of :func:`line_of`."""
     frame = user_frame()
     return "" if frame is None else line_of(frame.f_code, frame.f_lineno)
 
 
 def line_of(code: CodeType, number: int) -> str:
-    """A line as messages name it: its text, file and number."""
+    """A line for messages: its text, file and number."""
     text = linecache.getline(code.co_filename, number).strip()
     place = f"{os.path.basename(code.co_filename)}:{number}"
     return f"`{text}` ({place})" if text else place
 
 
 def _user_level() -> int:
-    """The ``stacklevel``, as seen from the caller of this function, of the innermost frame of the user."""
+    """The ``stacklevel`` of the innermost frame of the user's code, counted from this function's caller."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None:

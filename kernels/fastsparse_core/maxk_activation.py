@@ -15,10 +15,9 @@ class MaxK(nn.Module):
         \mathrm{MaxK}(\mathbf{x})_c = \begin{cases} x_c & c \in \operatorname{top}_k(\mathbf{x}) \\ 0 &
         \text{else} \end{cases}
 
-    From MaxK-GNN (arXiv:2312.08656), section 3.1. A call returns dense features. :meth:`compress` returns the
-    kept entries only, which the FastMaxK layers take. For the backward pass, a call stores one bit per
-    column, and :meth:`compress` stores k bytes per row (2 k from 257 columns on). ReLU stores its whole
-    result.
+    From MaxK-GNN (arXiv:2312.08656), section 3.1. A call returns dense features. :meth:`compress` returns
+    only the kept entries, for the FastMaxK layers. For the backward pass, a call stores one bit per column,
+    and :meth:`compress` stores k bytes per row (2 k from 257 columns on). ReLU stores its whole result.
 
     Args:
         k: number of kept entries, at most the width of the features.
@@ -52,7 +51,7 @@ class MaxK(nn.Module):
         if x.dim() == 2:
             return maxk_dense(x, self.k)
         if x.dim() == 0:
-            raise ValueError("x: expected at least one dimension, got a tensor without")
+            raise ValueError("x: expected at least one dimension, got a tensor without dimensions")
         return maxk_dense(x.reshape(-1, x.size(-1)), self.k).reshape(x.shape)
 
     def compress(self, x: Tensor) -> CBSR:

@@ -1,7 +1,8 @@
-"""Shows the extension the OpenMP runtime that PyTorch has loaded.
+"""Makes PyTorch's OpenMP runtime visible to the extension.
 
-The extension links none of its own, because two in one process would start twice the threads. PyTorch for
-x86-64 loads its runtime for every library to see, PyTorch for aarch64 for its own libraries alone.
+The extension does not link an OpenMP runtime, because two runtimes in one process would start twice as many
+threads. PyTorch for x86-64 loads its runtime with global symbols. PyTorch for aarch64 does not, so this
+module does.
 """
 
 from __future__ import annotations

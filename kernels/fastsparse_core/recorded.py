@@ -1,9 +1,8 @@
-"""The step that is being recorded: code below it must read no sizes from the device, and keep no results.
+"""Tells whether a step is being recorded. Its code must not read sizes from the device or cache results.
 
-Structures and attention ask here; the package `capturing` says when.
-
-What is said holds for a thread, and for the backward passes that it starts. Those of a GPU run in threads of
-autograd's own, which `threading.local` would leave out: PyTorch hands them what is stashed in its own state.
+The package `capturing` sets this state; structures and attention read it. The state belongs to a thread and
+to the backward passes that the thread starts. Backward passes on a GPU run in autograd's threads, which do
+not see `threading.local`. PyTorch copies its own thread-local state to them, so the state is stored there.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ _DEFAULTS: dict[str, Any] = {_RUN: None, _DROPS: True}
 
 
 class StepRun:
-    """One execution of a step that is recorded, or will be: structures live no longer than it.
+    """One run of a step that is being recorded or will be. Structures are cached only within the run.
 
     Args:
-        has_padding: whether the last node of every structure is padding, which takes what has no place.
-        of_edges: makes the structures of edge lists; it gets this object, then what
-            ``Adjacency.from_coo`` was asked for.
-        sorted_rows: addresses of memory, and offsets in it, where destinations begin that are sorted.
-        greatest_of: gives the greatest index that a tensor may hold with padding, or None.
+        has_padding: whether the last node of every structure is padding, so that dropped edges can go there.
+        of_edges: makes the structure of an edge list; called with this object, then with the arguments of
+            ``Adjacency.from_coo``.
+        sorted_rows: (address of the storage, offset) of index tensors with sorted destinations.
+        greatest_of: returns the greatest index that a padded index tensor may contain, or None.
 
     Attributes:
-        masks: bool (graphs, nodes) that tell which entries of a dense batch are nodes, each with the entry of
-            every node, int64 (nodes,), that of padding being any.
+        masks: pairs for dense batches: which entries are nodes, bool (graphs, capacity per graph); and the
+            entry of every node, int64 (nodes,), arbitrary for padding.
     """
 
     def __init__(
@@ -58,20 +57,20 @@ class StepRun:
         return (row.untyped_storage().data_ptr(), row.storage_offset()) in self._sorted_rows
 
     def check_capacity(self, index: torch.Tensor, size: int) -> None:
-        """Refuses indices of padding into what has no row for it, which would end the process on a GPU.
+        """Checks that ``size`` rows include one for the padding; without it, a kernel would end the process.
 
         Raises:
-            RuntimeError: there is one.
+            RuntimeError: indices of the padding may be ``size`` or greater.
         """
         greatest = self._greatest_of(index)
         if greatest is not None and size <= greatest:
             raise RuntimeError(
-                f"a tensor of {size} rows is indexed by the batch's nodes or edges and has no row for padding"
-                ". Put it into the batch, or use the framework's readouts"
+                f"a tensor of {size} rows is indexed by a batch's nodes or edges, but has no row for the "
+                "padding. Put it into the batch, or use readouts of PyG or DGL"
             )
 
     def structure(self, key: object, options: Hashable, build: Callable[[], Any]) -> Any:
-        """The structure of a graph object, made once in this execution."""
+        """The structure of a graph object, built once per run."""
         found = self._structures.get((id(key), options))
         if found is None:
             found = self._structures[id(key), options] = (key, build())  # stores the key: its id stays unique
@@ -79,23 +78,23 @@ class StepRun:
 
 
 def current() -> StepRun | None:
-    """The execution that this thread is in, if any."""
+    """The run that this thread executes; None outside of a recorded step."""
     run: StepRun | None = _get(_RUN)
     return run
 
 
 def running(run: StepRun) -> contextlib.AbstractContextManager[None]:
-    """Makes an execution the current one of this thread."""
+    """Context in which ``run`` is the current run of this thread."""
     return _stashed(_RUN, run)
 
 
 def drops() -> bool:
-    """Whether dropout drops: not where two forms of a step are compared."""
+    """Whether attention dropout is active. It is off while two runs of a step are compared."""
     return bool(_get(_DROPS))
 
 
 def without_dropout() -> contextlib.AbstractContextManager[None]:
-    """Attention drops no weights in this thread."""
+    """Context without attention dropout, for this thread."""
     return _stashed(_DROPS, False)
 
 
@@ -110,7 +109,7 @@ def _stash(key: str) -> Any:
 
 
 def _put(key: str, value: Any) -> None:
-    """Stashes an object, which PyTorch releases once when no thread has it stashed any more."""
+    """Stores an object in PyTorch's thread-local state, which releases it once, after its last use."""
     if _takes_no_reference():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
@@ -118,7 +117,7 @@ def _put(key: str, value: Any) -> None:
 
 @functools.cache
 def _takes_no_reference() -> bool:
-    """Whether PyTorch, before 2.12, releases what it never took: objects in use would be freed."""
+    """Whether PyTorch takes no reference to such an object but releases one, as versions before 2.12 do."""
     probe = object()
     count = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls("fastsparse_core.probe", probe)

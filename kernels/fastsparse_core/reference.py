@@ -1,4 +1,4 @@
-"""The operators in plain torch and, unless said otherwise, float64: what every kernel is compared with."""
+"""Reference operators in plain PyTorch and float64 (if not stated otherwise), for comparison with kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _dtype: ContextVar[torch.dtype] = ContextVar("fastsparse_reference_dtype", defau
 
 @contextlib.contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Computes in another dtype than float64, for programs that are to run elsewhere."""
+    """Context in which the references compute in another dtype than float64, for exported programs."""
     token = _dtype.set(dtype)
     try:
         yield
@@ -97,9 +97,9 @@ def multi_aggregate(
 ) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.multi_aggregate`, differentiable.
 
-    ``message_dtype``: to which messages are rounded before they are aggregated; None: they are not. Unlike
-    ``scatter_reduce`` this shares the
-    gradient of an extremum that is 0 among the entries that have it, and nothing else.
+    Messages are rounded to ``message_dtype`` before they are aggregated; None: they are not rounded. The
+    gradient of an extremum is shared among the entries that have it, also if the extremum is 0, where
+    ``scatter_reduce`` is wrong.
     """
     row, col, position = _edges(adj)
     message = _wide(x_src)[col]
@@ -162,7 +162,7 @@ def ssd_backward(
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
 ) -> Tensor:
-    """Float64 reference of the gradient of what an ssd's sources keep at ``ids``, (num_src, k)."""
+    """Float64 reference of the gradient of ssd's kept values at the columns ``ids``, (num_src, k)."""
     row, col, position = _edges(adj)
     term = _wide(grad)[row].gather(1, ids.long()[col])
     for weight, index in ((value, position), (scale_dst, row), (scale_src, col)):
@@ -195,9 +195,9 @@ def ssd_value_grad(
 def dropout_keep(adj: Adjacency, heads: int, p: float, seed: int | Tensor) -> Tensor:
     """Mask of attention dropout, bool (num_edges, heads) in stored order.
 
-    The generator of ``kernels/include/fastsparse/philox.h`` in torch: an entry is kept where the first word
-    of Philox4x32-10 (Salmon et al., SC 2011) under key ``seed`` and counter (row, column, head, 0) is at
-    least ``p * 2^32``. A seed that is a tensor, int64 without dimensions, is not read by the host.
+    It is the generator of ``kernels/include/fastsparse/philox.h`` in PyTorch. An entry is kept if the first
+    word of Philox4x32-10 (Salmon et al., SC 2011) with key ``seed`` and counter (row, column, head, 0) is at
+    least ``p * 2^32``. A seed may be an int64 tensor without dimensions, which the host does not read.
     """
     if p == 0:
         return torch.ones(adj.num_edges, heads, dtype=torch.bool, device=adj.device)
@@ -243,7 +243,7 @@ def _attend(
 ) -> Tensor:
     """Sum of the rows of v (num_src, heads, width), weighted by the softmax of scores in stored order.
 
-    ``edges``: what every entry adds to its value, (num_edges, heads, width).
+    ``edges``, (num_edges, heads, width), is added to the values of the entries.
     """
     row, col, _ = _edges(adj)
     keep = dropout_keep(adj, score.size(1), dropout_p, seed)

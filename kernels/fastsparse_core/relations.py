@@ -1,7 +1,7 @@
 """Graphs with several types of edges: structures over pairs of a node and a relation, in both plugins.
 
-A pair exists where the node has an edge of the relation. Pairs are sorted by relation, so that those of one
-relation are consecutive rows, and products with the relation's matrix are products of contiguous rows.
+There is a pair for every node and relation that have a common edge. Pairs are sorted by relation, so the
+pairs of a relation are consecutive rows, which are multiplied by the relation's matrix.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fastsparse_core.structure.segments import Segments
 
 @dataclass(frozen=True)
 class Pairs:
-    """Nodes of one side, each once for every relation that it has edges of.
+    """Pairs of a node and a relation, for the sources or the destinations of the edges.
 
     Attributes:
-        node: int64 (P,), sorted within every relation.
-        of_edge: int32 (num_edges,), the pair of every edge, in the caller's order.
-        starts: first pair of every relation, and P; of every pair there are none.
+        node: node of every pair, int64 (P,), sorted within every relation.
+        of_edge: pair of every edge in the caller's order, int32 (num_edges,).
+        starts: first pair of every relation, then P; empty if all nodes have pairs with all relations.
     """
 
     node: Tensor
@@ -38,7 +38,7 @@ class Pairs:
 
     @property
     def index(self) -> Tensor:
-        """:attr:`of_edge` in int64, as gathers take it."""
+        """:attr:`of_edge` in int64, for gathers."""
         return self._memo.get("index", self.of_edge.long)
 
     def find(self, *_: object) -> Segments:
@@ -47,7 +47,7 @@ class Pairs:
 
 
 class Relations:
-    """Edges with a relation each; what is derived is built on first use and kept.
+    """Edges with a relation each. Derived structures are built on first use and cached.
 
     Args:
         dst: destinations, integers (num_edges,), in range; copied.
@@ -74,12 +74,12 @@ class Relations:
 
     @property
     def dst_pairs(self) -> Pairs:
-        """Destinations with each of their relations."""
+        """Pairs of a destination and a relation."""
         return self._memo.get("dst_pairs", lambda: self._pairs(self.dst, self.shape[0]))
 
     @property
     def src_pairs(self) -> Pairs:
-        """Sources with each of their relations."""
+        """Pairs of a source and a relation."""
         return self._memo.get("src_pairs", lambda: self._pairs(self.src, self.shape[1]))
 
     def _pairs(self, node: Tensor, num_nodes: int) -> Pairs:
@@ -99,7 +99,7 @@ class Relations:
 
     @property
     def with_every_pair(self) -> Relations:
-        """The same edges, with pairs of every node and relation, those of a node next to each other."""
+        """The same edges with pairs of all nodes and relations; the pairs of a node are adjacent."""
         return self._memo.get("with_every_pair", lambda: _WithEveryPair(self))
 
     @property
@@ -132,7 +132,7 @@ class Relations:
         return Adjacency.from_coo(pairs.of_edge, column, (len(pairs), num_columns))
 
     def share(self, dtype: torch.dtype) -> Tensor:
-        """One over the edges of an edge's destination and relation, (num_edges,)."""
+        """For every edge, 1 / the number of edges with its destination and relation, (num_edges,)."""
 
         def build() -> Tensor:
             pair = self.dst_pairs.of_edge
@@ -143,13 +143,13 @@ class Relations:
         return self._memo.get(("share", dtype), build)
 
     def transforms_first(self, width: int, out_width: int) -> bool:
-        """Whether fewer numbers move if sources are multiplied before they are summed, not after."""
+        """Whether the linear map before the sum moves fewer numbers than the linear map after the sum."""
         pairs, sources = len(self.dst_pairs), len(self.src_pairs)
         sums_first = self.num_edges * width + 2 * pairs * (width + out_width)
         return sources * (3 * width + out_width) + self.num_edges * out_width < sums_first
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes by name of what is held."""
+        """Bytes of the stored tensors, by name."""
         usage = {name: getattr(self, name).nbytes for name in ("dst", "src", "kind")}
         for name, it in self._memo.results.items():
             if isinstance(it, Adjacency):

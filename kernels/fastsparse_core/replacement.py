@@ -1,7 +1,7 @@
 """Replaces functions and classes of another package, reversibly, for `enable()` of both plugins.
 
-A plugin has a table of :class:`Hook`. Each is checked for its parameters before anything is replaced, so that
-a package that changed them is refused as a whole, and none is half replaced.
+A plugin has a table of :class:`Hook`. All hooks are checked before anything is replaced. If the package has
+changed the parameters of one function, nothing is replaced.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Hook:
     """One replacement.
 
     Attributes:
-        place: module, or module and class with a colon between.
-        name: of a function or class there.
-        parameters: names of its parameters; None where they do not matter.
-        function: what takes its place; called with the original first if ``wraps``.
-        wraps: whether it needs the original.
-        holders: given the name of a module, whether names of the same object are replaced there too; None:
-            in `place` alone.
+        place: module, or ``module:class``.
+        name: name of a function or class in ``place``.
+        parameters: names of its parameters, separated by commas; None: they are not checked.
+        function: the replacement; if ``wraps``, it is called with the original as first argument.
+        wraps: whether the replacement needs the original.
+        holders: given the name of a module, whether names of the same object are also replaced in that
+            module. None: only in `place`.
     """
 
     place: str
@@ -50,7 +50,7 @@ class Hook:
 
     @property
     def title(self) -> str:
-        """As an error calls it."""
+        """Full name, for error messages."""
         return f"{self.place.replace(':', '.')}.{self.name}"
 
     def owner(self) -> Any:
@@ -61,7 +61,7 @@ class Hook:
 
 
 def problems(hooks: Iterable[Hook]) -> list[str]:
-    """What the installed package has otherwise than the hooks expect, one sentence each."""
+    """Differences between the installed package and the hooks, one sentence each."""
     return [problem for hook in hooks for problem in _problem(hook)]
 
 
@@ -84,7 +84,7 @@ def _problem(hook: Hook) -> list[str]:
 
 
 def install(hooks: Iterable[Hook]) -> list[Change]:
-    """Replaces everything; returns what :func:`remove` needs."""
+    """Applies all hooks; returns the changes, for :func:`remove`."""
     hooks = list(hooks)
     originals = [getattr(hook.owner(), hook.name) for hook in hooks]
     places = _references([each for each, hook in zip(originals, hooks, strict=True) if hook.holders])
@@ -101,14 +101,14 @@ def install(hooks: Iterable[Hook]) -> list[Change]:
 
 
 def replace(owner: Any, name: str, new: Any) -> Change:
-    """Sets an attribute; returns what :func:`remove` needs."""
+    """Sets an attribute; returns the change, for :func:`remove`."""
     change = owner, name, vars(owner).get(name, ABSENT)
     setattr(owner, name, new)
     return change
 
 
 def _references(objects: list[Any]) -> dict[int, list[tuple[ModuleType, str]]]:
-    """Every name of each object in the modules that are loaded, by the object's `id`."""
+    """All names of each object in the loaded modules, by the object's `id`."""
     found: dict[int, list[tuple[ModuleType, str]]] = {id(each): [] for each in objects}
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
@@ -119,7 +119,7 @@ def _references(objects: list[Any]) -> dict[int, list[tuple[ModuleType, str]]]:
 
 
 def _around(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
-    """What takes the original's place: a function's own `bind` makes it, if it has one."""
+    """The function that replaces the original; made by ``function.bind`` if the replacement has that."""
     bind = getattr(function, "bind", None)
     if bind is not None:
         replaced = bind(function, original)
@@ -136,7 +136,7 @@ def _around(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
 
 
 def remove(done: list[Change]) -> None:
-    """Puts everything back that still is what it was replaced by or with."""
+    """Undoes changes, except of names that have been changed again by others."""
     for owner, name, own in reversed(done):
         if own is ABSENT:
             delattr(owner, name)
@@ -146,7 +146,7 @@ def remove(done: list[Change]) -> None:
 
 
 def enabled_parts(parts: Iterable[str]) -> list[str]:
-    """The parts that the environment variable does not switch off; warns of names that do not exist."""
+    """The parts that the environment variable does not turn off; warns about unknown names."""
     off = {each.strip() for each in os.environ.get(DISABLE_VARIABLE, "").split(",")}
     if unknown := sorted(off.difference(PARTS, {""})):
         names = ", ".join(map(repr, unknown))

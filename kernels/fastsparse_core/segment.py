@@ -49,10 +49,10 @@ def segment_reduce(
         return_arg: whether to also return the row of each maximum or minimum.
 
     Returns:
-        (S, ...) in the dtype of ``src``; 16-bit numbers are reduced in float32. Empty segments give 0, and 1
-        for products. With ``return_arg`` also int64 (S, ...): the first row that has the maximum or minimum,
-        or E for empty segments. The gradient of a maximum or minimum goes to that row. Differentiable any
-        number of times.
+        (S, ...) in the dtype of ``src``; 16-bit floating-point numbers are reduced in float32. Empty segments
+        give 0, and 1 for products. With ``return_arg`` also int64 (S, ...): the first row that has the
+        maximum or minimum, or E for empty segments. The gradient of a maximum or minimum goes to that row.
+        The result is differentiable any number of times.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -68,7 +68,7 @@ def segment_reduce(
     _check_rows("src", src)
     _check_index("rowptr", rowptr, src)
     if rowptr.numel() == 0:
-        raise ValueError("rowptr: expected one entry more than there are segments, got none")
+        raise ValueError("rowptr: expected num_segments + 1 entries, got none")
     if src.dtype in _INTEGERS:
         index = gather_csr(torch.arange(rowptr.numel() - 1, device=rowptr.device), rowptr, src.size(0))
         return _of_integers(src, index, rowptr.numel() - 1, reduce, return_arg)

@@ -1,6 +1,6 @@
-"""Every operator against the float64 reference on a small graph, for the doctor.
+"""Compares every operator with its float64 reference on a small graph, for the doctor.
 
-Nothing here may fail because something else is missing or broken: PyTorch is imported where an operator runs.
+The import of this module must not fail if PyTorch is missing or broken, so functions import PyTorch.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def check_operators(device: str) -> list[Check]:
 
 
 def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], device: str) -> Check:
-    """Runs one operator's self-check, on random tensors of the given shapes; the last may be ``named``."""
+    """Runs one operator's self-check on random tensors of the given shapes; the last may be ``named``."""
     try:
         import torch
 
@@ -162,7 +162,7 @@ def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], devic
 
 
 def first_line(error: object) -> str:
-    """Shortens an error to what fits a table: its last line that says something."""
+    """Shortens an error message for a table: its last line that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1] if lines else type(error).__name__
     return text if len(text) <= 160 else text[:157] + "..."

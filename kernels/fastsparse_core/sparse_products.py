@@ -1,13 +1,14 @@
-"""``torch.sparse.mm``, ``A @ x``, ``torch.mm`` and ``torch.addmm`` of sparse matrices on the kernels.
+"""Runs ``torch.sparse.mm``, ``A @ x``, ``torch.mm`` and ``torch.addmm`` of sparse matrices on the kernels.
 
-:func:`enable` registers kernels with PyTorch's dispatcher for sparse tensors alone, so that products of dense
-matrices cost what they did. Calls that no kernel supports fall back to PyTorch's implementation. It is called
-by the operator's ``out=`` form, a registration of its own, because a kernel that was overridden can be called
-in no PyTorch before 2.9.
+:func:`enable` registers kernels with PyTorch's dispatcher, only for sparse tensors, so products of dense
+matrices take no longer. Calls that no kernel supports fall back to PyTorch's implementation. The fallback
+calls the operator's ``out=`` form, which is registered separately, because before PyTorch 2.9 an overridden
+kernel cannot be called.
 
-Structures are kept as long as the matrix lives. A CSR matrix and its transposed form share them, because one
-is a view of the other. PyTorch copies a COO matrix that it transposes, so the copy is marked with its source.
-A matrix that is made again is another one, even from the same tensors: PyTorch counts their edits apart.
+Structures are cached as long as the matrix exists. A CSR matrix and its transpose share a structure, because
+one is a view of the other. PyTorch copies a COO matrix to transpose it, so the structure is also cached for
+the copy. A new matrix made of the same tensors gets a new structure, because it has a version counter of its
+own.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _met = Sightings()
 def enable() -> None:
     """Runs products of sparse and dense matrices on the kernels, unless ``FASTSPARSE_DISABLE=sparse_mm``.
 
-    Calling it again changes nothing. :func:`disable` undoes it.
+    A second call changes nothing. :func:`disable` undoes it.
     """
     global _library
     with _lock:
@@ -73,7 +74,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Gives PyTorch its own kernels back, and frees the structures."""
+    """Restores PyTorch's kernels, and frees the structures."""
     global _library
     with _lock:
         if _library is not None:
@@ -88,14 +89,14 @@ def is_enabled() -> bool:
 
 
 def clear_structures() -> None:
-    """Frees what is kept of every matrix."""
+    """Frees the cached structures of all matrices."""
     _cache.clear()
     _met.clear()
     _repeated.clear()
 
 
 def structures_info() -> CacheInfo:
-    """Hits, misses, entries and bytes of the structures that are kept."""
+    """Hits, misses, entries and bytes of the cached structures."""
     return _cache.info()
 
 
@@ -132,7 +133,7 @@ def _structure(matrix: Tensor, dtype: torch.dtype) -> Adjacency | None:
 
 
 def _indices_of(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The two tensors of a matrix that say where its entries are; of COO one, twice."""
+    """Pointers and indices of a compressed matrix; for COO, the indices twice."""
     if matrix.layout is torch.sparse_coo:
         indices = matrix._indices()
         return indices, indices
@@ -142,7 +143,7 @@ def _indices_of(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _stamp(matrix: Tensor, pointers: Tensor, indices: Tensor) -> Hashable:
-    """What is known of the content; a matrix, its indices and its values count their edits together."""
+    """Properties that change with the content. Matrix, indices and values share a version counter."""
     return matrix._version, pointers.data_ptr(), indices.data_ptr(), indices.shape
 
 
@@ -166,7 +167,7 @@ def _is_small(matrix: Tensor) -> bool:
 
 
 def _transpose(matrix: Tensor, dim0: int, dim1: int) -> Tensor:
-    """PyTorch's transposition of a COO matrix, whose result is marked with its structure."""
+    """Transposes a COO matrix like PyTorch, and caches the structure of the result."""
     out = matrix.clone().transpose_(dim0, dim1)
     if _is_small(matrix):
         return out
@@ -180,9 +181,9 @@ def _transpose(matrix: Tensor, dim0: int, dim1: int) -> Tensor:
 
 
 class _Repeated(NamedTuple):
-    """What a product without a gradient was, for the next one like it, which checks nothing else.
+    """Properties of a product without gradients. The next product with these properties skips all checks.
 
-    On the CPU products of small matrices take PyTorch 6 us, and the checks took as long.
+    On the CPU, PyTorch multiplies small matrices in 6 us, and the checks would take as long.
     """
 
     matrix: weakref.ref[Tensor]
@@ -206,7 +207,7 @@ def _remember(matrix: Tensor, x: Tensor, values: Tensor, adj: Adjacency, plan: H
 
 
 def _again(matrix: Tensor, x: Tensor) -> Tensor | None:
-    """The product if one like it was the last of this matrix; None: it has to be checked."""
+    """The product, if it is like the last product of this matrix; None: the checks are needed."""
     known = _repeated.get(id(matrix))
     if known is None or known[0]() is not matrix or matrix._version != known[1]:
         return None
@@ -286,8 +287,8 @@ def _product(matrix: Tensor, x: Tensor) -> Tensor | None:
 def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
     """``torch.sparse.mm`` with its gradients.
 
-    PyTorch's adds the product to zeros, transposes a copy of a COO matrix in every backward pass, and makes
-    the gradient of its values from that of a dense matrix.
+    PyTorch's implementation adds the product to zeros, transposes a copy of a COO matrix in every backward
+    pass, and computes the gradient of the values from that of a dense matrix.
     """
     is_cast = torch.is_autocast_enabled(x.device.type)
     is_recorded = torch.is_grad_enabled() and (matrix.requires_grad or x.requires_grad)
@@ -316,7 +317,7 @@ def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
 def _mm(left: Tensor, right: Tensor) -> Tensor:
     """``torch.mm`` of a CSR or CSC matrix, below autograd.
 
-    PyTorch's converts CSC, which gradients come to it with, to CSR in every call.
+    PyTorch's implementation converts CSC, the layout in backward passes, to CSR in every call.
     """
     out = None
     if right.layout is torch.strided:
@@ -338,7 +339,7 @@ def _mm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """``torch.addmm`` of a sparse matrix, to which PyTorch's ``mm`` comes too with ``beta=0``."""
+    """``torch.addmm`` of a sparse matrix; PyTorch's ``mm`` calls it too, with ``beta=0``."""
     if bias.layout is torch.strided and bias.dtype is right.dtype and bias.device == right.device:
         out = _product(left, right) if not beta or _can_expand(bias, left, right) else None
         if out is not None:

@@ -14,9 +14,9 @@ _T = TypeVar("_T")
 
 
 def on_stream(stream: torch.cuda.Stream, job: Callable[[], _T]) -> _T:
-    """Runs a job on a stream, between what the current stream did before and what it does next.
+    """Runs a job on another stream, after the earlier and before the later work of the current stream.
 
-    PyTorch asks that what precedes a capture runs on the stream of the capture: autograd remembers streams.
+    Runs before a capture must use the stream of the capture, because autograd remembers the streams of a run.
     """
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -28,12 +28,12 @@ def on_stream(stream: torch.cuda.Stream, job: Callable[[], _T]) -> _T:
 def fork(job: Callable[[], _T], like: Tensor) -> Callable[[], _T]:
     """Starts a job on a separate stream. The returned function waits for it and returns its result.
 
-    In a CUDA graph that is being recorded, the two are branches, which small kernels share the GPU by.
-    Otherwise the job is done at once: the host launches one kernel after the other.
+    In a CUDA graph that is being recorded, the job becomes a parallel branch, so that small kernels share the
+    GPU. Otherwise the job runs immediately on the current stream.
 
     Args:
-        job: reads nothing that the caller may free before it has the result.
-        like: a tensor of the device that it works on.
+        job: function without arguments. It must not read memory that the caller may free before it waits.
+        like: a tensor on the device of the job.
     """
     if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         result = job()
@@ -58,9 +58,10 @@ def fork(job: Callable[[], _T], like: Tensor) -> Callable[[], _T]:
 
 @functools.cache
 def _branch(device: int, stream: int) -> torch.cuda.Stream:
-    """One for every stream that graphs are recorded on: cuBLAS sets memory aside for every stream it meets.
+    """The stream for branches of graphs that are recorded on a given stream; always the same one.
 
-    Graphs of different streams may be replayed at once, and do better apart. PyTorch has 32 streams in all.
+    More streams would take more memory, because cuBLAS allocates a workspace per stream. Graphs that are
+    recorded on different streams may be replayed at the same time, so they do not share a stream.
     """
     while (branch := torch.cuda.Stream(device)).cuda_stream == stream:
         pass

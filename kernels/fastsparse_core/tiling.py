@@ -1,7 +1,8 @@
-"""Full-graph training in tiles of rows: a model's activations need not fit into memory at the same time.
+"""Full-graph training in tiles of rows, for models whose activations do not fit into memory.
 
-Between two neighbour sums a model works row by row, so that part runs for one tile of rows at a time. Only
-the inputs of the sums are whole matrices. The backward pass computes everything else again.
+Between two neighbour sums, a model computes each row independently. These parts of the model run for one tile
+of rows at a time. Only the inputs of the sums are whole matrices. The backward pass computes everything else
+again.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class NeighbourSum(NamedTuple):
         \mathrm{diag}(s) \, (\mathbf{A} + l \, \mathbf{I}) \, \mathrm{diag}(t)
 
     Attributes:
-        adj: structure (num_dst, num_src) of A. With ``part`` its columns are the own nodes, then the halo.
+        adj: structure (num_dst, num_src) of A. With ``part``, its columns are the own nodes, then the halo.
         scale_dst: s, (num_dst,) in the accumulation dtype; None: 1.
-        scale_src: t, (num_src,) likewise; None: 1.
-        loop: l, one number in the accumulation dtype, of a square structure; None: 0.
+        scale_src: t, (num_src,) in the accumulation dtype; None: 1.
+        loop: l, one number in the accumulation dtype, for square structures; None: 0.
         reads_own: whether the layer reads a node's own features after the sum.
         part: the :class:`fastsparse_core.distributed.PartitionedAdjacency` whose rows ``adj`` has; None:
             there is one process.
@@ -57,7 +58,7 @@ class NeighbourSum(NamedTuple):
     by_columns: Any = None
 
     def of_this_process(self, like: Tensor) -> NeighbourSum:
-        """The same with the rows of a partitioned structure; ``like`` has the features' dtype. Collective."""
+        """The sum with this rank's rows if the structure is partitioned; ``like``: features. Collective."""
         part: Any = self.adj
         if not part.is_partitioned:
             return self
@@ -99,7 +100,7 @@ class NeighbourSum(NamedTuple):
         return grad
 
     def tile(self, x: Tensor, begin: int, end: int) -> Tensor:
-        """The sums of the rows from ``begin`` to ``end``."""
+        """Computes the sums of the rows from ``begin`` to ``end``."""
         adj = self.adj
         # Read from the device once, so later passes do not wait for it.
         place = ("fastsparse_core.tiling", begin, end)
@@ -111,7 +112,7 @@ class NeighbourSum(NamedTuple):
         return self.with_own(out, x[begin:end], slice(begin, end))
 
     def with_own(self, out: Tensor, x: Tensor, rows: slice | Tensor) -> Tensor:
-        """Adds the loops of some rows, of their own features ``x``, to ``out``, in place."""
+        """Adds the terms of the loops of some rows, with their features ``x``, to ``out``, in place."""
         if self.loop is None:
             return out
         weight = self.loop
@@ -120,7 +121,7 @@ class NeighbourSum(NamedTuple):
         return torch.addcmul(out, x, weight, out=out)  # in the weight's dtype, rounded once
 
     def transposed(self) -> NeighbourSum:
-        """The sum that takes gradients back."""
+        """The transposed sum, without loops, for gradients."""
         return NeighbourSum(self.adj.t(valued=False), self.scale_src, self.scale_dst)
 
     def of_rows(self, rows: Tensor) -> NeighbourSum:
@@ -152,18 +153,18 @@ def is_free_of_loops(part: Any) -> bool:
 
 
 class TiledLayer(Protocol):
-    """What a layer has to know to run in tiles."""
+    """Methods that a layer needs to run in tiles."""
 
     def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """The sum that the layer begins with. Only the shape and the dtype of ``x`` are used.
+        """The sum with which the layer begins. Only the shape and the dtype of ``x`` are used.
 
         Raises:
-            ValueError: the layer begins with something else.
+            ValueError: the layer does not begin with a sum.
         """
         ...
 
     def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
-        """The layer's result for some rows, of their sums and their own features."""
+        """The layer's result for some rows, from their sums and their own features."""
         ...
 
 
@@ -172,8 +173,8 @@ class TiledModel:
 
     Args:
         model: called as ``model(x, edges)``.
-        layers: its layers, each with the methods of `TiledLayer`.
-        tile_rows: rows of a tile; None: as many as take 256 MiB where the model is widest.
+        layers: the model's graph layers, each with the methods of `TiledLayer`.
+        tile_rows: number of rows per tile; None: as many as take 256 MiB at the model's widest layer.
         offload: whether the backward pass reads the sums from host memory.
     """
 
@@ -192,14 +193,14 @@ class TiledModel:
         Args:
             x: node features (N, F), on the device of the edges or on the host.
             edges: what the model takes as its second argument: edge_index (2, E), or an Adjacency.
-            rows: int64 (num_rows,), the nodes whose results are wanted; None: all, in their order.
+            rows: nodes to compute results for, int64 (num_rows,); None: all nodes, in their order.
 
         Returns:
             (num_rows, C), differentiable once in the parameters and in ``x``.
 
         Raises:
-            TypeError: ``x`` is no matrix of floating-point numbers, ``edges`` are of another kind, or
-                ``rows`` are not int64.
+            TypeError: ``x`` is not a floating-point matrix, ``edges`` has another type, or ``rows`` is not
+                int64.
             ValueError: the model is not a chain of layers with row-wise functions between them.
             IndexError: a row is outside the graph.
         """
@@ -234,7 +235,7 @@ class TiledModel:
 
 
 class _Reached(BaseException):
-    """The model has come to the layer where the current part ends."""
+    """Raised when the model reaches the layer at which the current part ends."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
@@ -244,8 +245,8 @@ class _Reached(BaseException):
 class _Run:
     """One call of a `TiledModel`, forward and backward.
 
-    Part 0 of the model goes from its input to the first layer's; part k begins with the sums of layer k and
-    ends before those of the next layer, or with the result.
+    Part 0 of the model begins with the model's input, and ends with the input of the first layer. Part k
+    begins with the sums of layer k, and ends with the input of the next layer, or with the model's result.
     """
 
     def __init__(self, tiled: TiledModel, x: Tensor, edges: Any, rows: Tensor | None) -> None:
@@ -280,7 +281,7 @@ class _Run:
 
     @contextlib.contextmanager
     def in_its_state(self) -> Iterator[None]:
-        """Random numbers and autocast of the call; layers are replaced by parts of them."""
+        """Context with the random numbers and autocast of the call, in which layers run as parts."""
         cuda = [self.device] if self.device.type == "cuda" else []
         is_on, dtype = self.autocast
         # A cast that autocast caches without gradients would hide the parameter from calls that need
@@ -339,7 +340,7 @@ class _Run:
         return self._call(x)
 
     def _whole(self, x: Tensor) -> Tensor:
-        """The model's result for a graph in which every node is its own only neighbour."""
+        """The model's result for a graph in which every node has only itself as a neighbour."""
         self._part, self._is_whole = len(self.called) + 1, True
         self._set_seed(0, 0)
         try:
@@ -348,23 +349,23 @@ class _Run:
             self._is_whole = False
 
     def _set_seed(self, nth: int, number: int) -> None:
-        """Starts the random numbers of a part for a tile."""
+        """Sets the seed of a part for a tile."""
         seed = (self.seed + (nth << 32) + number) % 2**63
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
 
     def part(self, nth: int, number: int, sums: Tensor, own: Tensor) -> Tensor:
-        """A part of the model for a tile.
+        """Computes a part of the model for a tile.
 
         Args:
-            nth: which part, from 0.
-            number: of the tile, for its random numbers.
-            sums: (tile rows, width) neighbour sums; of part 0 the model's input.
-            own: (tile rows, width) of the layer's input.
+            nth: number of the part, from 0.
+            number: number of the tile, for its random numbers.
+            sums: neighbour sums (tile rows, width); for part 0, the model's input.
+            own: input of the layer (tile rows, width).
 
         Raises:
-            ValueError: it does not keep the rows.
+            ValueError: the part returns another number of rows.
         """
         self._set_seed(nth, number)
         if nth == 0:
@@ -377,16 +378,16 @@ class _Run:
                 del self._sums, self._own
         if found.size(0) != sums.size(0):
             raise ValueError(
-                f"model: tiled() needs a row for every node between layers, and part {nth} of the model made "
-                f"{found.size(0)} rows of {sums.size(0)}"
+                f"model: tiled() needs a row for every node between layers, but part {nth} of the model "
+                f"returned {found.size(0)} rows for {sums.size(0)} rows"
             )
         return found
 
     def check(self, x: Tensor) -> None:
-        """Compares parts on a few rows with parts on half of them, and all parts with the whole model.
+        """Compares parts on a few rows with parts on half of these rows, and all parts with the model.
 
         Args:
-            x: the features of the call.
+            x: features of the call.
 
         Raises:
             ValueError: a part needs more than the sums of its layer, or a row's result depends on other rows.
@@ -412,14 +413,14 @@ class _Run:
             whole = self.part(nth, 0, sums, own)[:half]
         except RuntimeError as error:
             raise ValueError(
-                f"model: tiled() needs a chain of layers, and what follows layer {nth} failed "
+                f"model: tiled() needs a chain of layers, but the code after layer {nth} failed "
                 f"with the result of that layer alone ({error}). Connections that skip a layer "
                 "are not supported"
             ) from error
         alone = self.part(nth, 0, sums[:half], own[:half])
         if not _is_close(alone, whole, _ROUNDING):
             raise ValueError(
-                "model: tiled() needs functions between layers that work row by row. In part "
+                "model: tiled() needs row-wise functions between layers. In part "
                 f"{nth} of the model the result of a row depends on other rows, as in a "
                 "normalisation over nodes; use torch.nn.LayerNorm"
             )
@@ -427,8 +428,8 @@ class _Run:
     def _check_connections(self, x: Tensor) -> None:
         """Compares the parts, one after the other, with the whole model.
 
-        A part alone does not show that it reads a sum over the nodes from an earlier part: sums of no rows
-        are 0, and means are NaN.
+        This finds parts that read a sum or mean over all nodes from an earlier part. In :meth:`check`,
+        earlier parts have no rows, so such sums are 0 and means are NaN.
         """
         expected = self._whole(x)
         found = x
@@ -436,15 +437,15 @@ class _Run:
             found = self.part(nth, 0, found, found)
         if not _is_close(found, expected, _SAME_OPERATIONS if found.itemsize > 2 else _ROUNDING):
             raise ValueError(
-                "model: tiled() needs a chain of layers, and the model computes something else than its "
-                "parts one after the other. Connections that skip a layer are not supported, and sums or "
-                "means over all nodes are such connections, too"
+                "model: tiled() needs a chain of layers, but the model's result differs from that of its "
+                "parts one after the other. Connections that skip a layer, and sums or means over all "
+                "nodes, are not supported"
             )
 
     # ---------------------------------------------------------------- forward
 
     def forward(self, x: Tensor, kept: list[_Kept] | None = None) -> Tensor:
-        """The result; ``kept`` gets what the backward pass reads, an item per layer."""
+        """Computes the result; appends to ``kept``, for every layer, the data for the backward pass."""
         features = self._first_input(x)
         for nth in range(1, len(self.sums) + 1):
             layer = self._layer(nth, features, x, needs_gradients=kept is not None)
@@ -463,7 +464,7 @@ class _Run:
         return features
 
     def _layer(self, nth: int, features: Tensor, x: Tensor, *, needs_gradients: bool) -> _Kept:
-        """A layer and what is kept of it."""
+        """Makes the object that stores a layer's data for the backward pass."""
         sums, is_first = self.sums[nth - 1], nth == 1
         if nth == len(self.sums) and self.rows is not None:
             return _LastRows(sums, features, self.rows, self.tile_rows)
@@ -476,7 +477,7 @@ class _Run:
         return _Recomputed(sums, features, self.tile_rows, again)
 
     def _first_input(self, x: Tensor) -> Tensor:
-        """What the first layer takes, on the device."""
+        """Input of the first layer, on the device."""
         if self.begins_with_layer:
             return x.detach().to(self.device, non_blocking=True)
         like = self._inputs[0]
@@ -491,7 +492,7 @@ class _Run:
     def backward(
         self, grad: Tensor, x: Tensor, parameters: Sequence[Tensor], kept: list[_Kept]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Gradients of the input and the parameters. ``kept`` is emptied, so that memory is free early."""
+        """Gradients of the input and the parameters. It empties ``kept``, to free memory early."""
         totals = _Totals(parameters)
         gradients = [grad]  # only the list holds them, so one that was read can be overwritten or freed
         del grad
@@ -506,7 +507,7 @@ class _Run:
     def _back(
         self, nth: int, kept: list[_Kept], gradients: list[Tensor], totals: _Totals, *, continues: bool
     ) -> None:
-        """Replaces the gradient of a layer's part by that of the layer's input, if it ``continues``."""
+        """Replaces the gradient of a part's result by that of the layer's input, if ``continues`` is true."""
         grad, layer = gradients.pop(), kept.pop()
         of_sums: Tensor | None = None
         of_own: Tensor | None = None
@@ -562,7 +563,7 @@ class _Run:
         gradients.append(grad)
 
     def _back_to_x(self, x: Tensor, gradients: list[Tensor], totals: _Totals) -> None:
-        """Replaces the gradient of the first layer's input by that of the model's."""
+        """Replaces the gradient of the first layer's input by that of the model's input."""
         grad = gradients.pop()
         of_x = torch.empty(x.shape, dtype=x.dtype, device=self.device) if x.requires_grad else None
         for number, (begin, end) in enumerate(_tiles(self.num_nodes, self.tile_rows)):
@@ -584,7 +585,7 @@ class _Totals:
         self.sums: list[Tensor | None] = [None] * len(parameters)
 
     def add(self, out: Tensor, inputs: list[Tensor], grad: Tensor) -> list[Tensor | None]:
-        """Adds those of a tile; returns those of the inputs."""
+        """Adds the parameters' gradients from a tile; returns the gradients of the inputs."""
         if not out.requires_grad:
             return [None] * len(inputs)
         found = torch.autograd.grad(out, [*inputs, *self.parameters], grad, allow_unused=True)
@@ -596,7 +597,7 @@ class _Totals:
         return list(found[: len(inputs)])
 
     def result(self) -> list[Tensor | None]:
-        """In the parameters' dtypes."""
+        """The gradients in the parameters' dtypes."""
         pairs = zip(self.sums, self.parameters, strict=True)
         return [None if total is None else total.to(of.dtype) for total, of in pairs]
 
@@ -618,8 +619,8 @@ class _Tiled(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         if not ctx.kept:
             raise RuntimeError(
-                "tiled(): the backward pass of this call has run already and has freed what it needs; call "
-                "the model again"
+                "tiled(): the backward pass of this call has already run and freed its data; call the model "
+                "again"
             )
         with ctx.run.in_its_state():
             of_x, of_parameters = ctx.run.backward(grad.contiguous(), x, parameters, ctx.kept)
@@ -630,14 +631,14 @@ class _Tiled(torch.autograd.Function):
 
 
 class _Kept:
-    """A layer's sums and own features by tiles, in the forward pass and again in the backward pass.
+    """Provides a layer's sums and own features tile by tile, in the forward and in the backward pass.
 
     Attributes:
-        sums: of the layer.
-        rows: which nodes it computes, int64; None: all.
-        num_rows: how many.
-        tile_rows: rows of a tile.
-        like: (0, width), with the dtype and device of its input.
+        sums: the neighbour sum of the layer.
+        rows: nodes that the layer computes, int64; None: all.
+        num_rows: number of these nodes.
+        tile_rows: number of rows per tile.
+        like: empty tensor (0, width) with the dtype and device of the layer's input.
     """
 
     def __init__(
@@ -655,19 +656,19 @@ class _Kept:
         """Ends the forward pass."""
 
     def tiles(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Begin, end, sums and own features of every tile, in the order of the forward pass."""
+        """Yields begin, end, sums and own features of every tile, in the order of the forward pass."""
         for begin, end in _tiles(self.num_rows, self.tile_rows):
             yield begin, end, *self.compute(begin, end)
 
 
 class _Recomputed(_Kept):
-    """Keeps the layer's input, from which the backward pass computes the sums again.
+    """Stores the layer's input, from which the backward pass computes the sums again.
 
     Args:
-        sums: of the layer.
-        features: (num_nodes, width), its input.
-        tile_rows: rows of a tile.
-        again: computes the input again; None: it is kept.
+        sums: the neighbour sum of the layer.
+        features: the layer's input (num_nodes, width).
+        tile_rows: number of rows per tile.
+        again: function that computes the input again; None: the input is stored.
     """
 
     def __init__(
@@ -705,7 +706,7 @@ class _Divided(_Kept):
 
 
 class _LastRows(_Kept):
-    """Keeps the sums and own features of the rows that are wanted of the last layer; they are few."""
+    """Stores the sums and own features of the requested rows of the last layer."""
 
     def __init__(self, sums: NeighbourSum, features: Tensor, rows: Tensor, tile_rows: int) -> None:
         of_rows = sums.of_rows(rows)
@@ -723,13 +724,13 @@ class _LastRows(_Kept):
 
 
 class _Offloaded(_Kept):
-    """Keeps sums and own features in host memory, copied there and back while other tiles are computed.
+    """Stores sums and own features in host memory; copies run while other tiles are computed.
 
     Args:
-        sums: of the layer.
-        features: (num_nodes, width), its input.
-        tile_rows: rows of a tile.
-        given: the same where the caller keeps it; None: it is copied.
+        sums: the neighbour sum of the layer.
+        features: the layer's input (num_nodes, width).
+        tile_rows: number of rows per tile.
+        given: the input in the caller's memory, which is not copied; None: the input is copied.
     """
 
     def __init__(self, sums: NeighbourSum, features: Tensor, tile_rows: int, given: Tensor | None) -> None:
@@ -763,8 +764,8 @@ class _Offloaded(_Kept):
 class _HostTiles:
     """Tiles of a matrix in page-locked memory, copied through two alternating buffers on the GPU.
 
-    A copy runs on a stream of its own, so that it takes no time from the computation. Tiles of 256 MiB waste
-    nothing where PyTorch rounds page-locked memory up to powers of two.
+    Copies run on a separate stream, so the computation does not wait for them. Tiles of 256 MiB waste no
+    memory, although PyTorch rounds sizes of page-locked memory up to powers of two.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -795,13 +796,13 @@ class _HostTiles:
         self.tiles.append(kept)
 
     def finish(self) -> None:
-        """Frees the buffers as soon as they are copied."""
+        """Frees the buffers after the last copies."""
         for event in self.copied[-2:]:
             torch.cuda.current_stream(self.device).wait_event(event)
         self.buffers = []
 
     def read(self) -> Iterator[Tensor]:
-        """The tiles on the device, each until the next is asked for."""
+        """Yields the tiles on the device. A tile is valid until the next one is requested."""
         if self.stream is None:
             yield from self.tiles
             return
@@ -815,7 +816,7 @@ class _HostTiles:
                 yield self.buffers[(nth - 1) % 2][: self.tiles[nth - 1].size(0)]
 
     def _fetch(self, nth: int) -> torch.cuda.Event:
-        """Begins to copy a tile into the buffer that the one before last has left."""
+        """Starts to copy a tile into the buffer of the tile before the previous one."""
         assert self.stream is not None
         tile = self.tiles[nth]
         if nth < 2:
@@ -827,13 +828,13 @@ class _HostTiles:
 
 
 def _tiles(num_rows: int, tile_rows: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of every tile."""
+    """Yields begin and end of every tile."""
     for begin in range(0, num_rows, tile_rows):
         yield begin, min(begin + tile_rows, num_rows)
 
 
 def _put(to: Tensor, found: Tensor | None) -> None:
-    """Copies a gradient, which is None where there is none."""
+    """Copies a gradient; a gradient of None counts as 0."""
     if found is None:
         to.zero_()
     else:
@@ -841,7 +842,7 @@ def _put(to: Tensor, found: Tensor | None) -> None:
 
 
 def _is_close(found: Tensor, expected: Tensor, bound: float) -> bool:
-    """Whether results are the same up to a share of their largest number; NaN is only the same as NaN."""
+    """Whether results are equal up to ``bound`` times their largest number; NaN equals only NaN."""
     if found.shape != expected.shape:
         return False
     if not expected.numel():

@@ -1,9 +1,10 @@
 """Structures within a trace of `torch.compile` or `torch.export`.
 
-A trace knows tensors and sizes, not what a cache keeps for a tensor. `TracedAdjacency` stands for the
-structure of plain edges there: an operator, ``fastsparse::structure``, looks the structure up when the
-compiled code runs and returns its handle, which the other operators take as they take that of an `Adjacency`.
-The handle is a number, so CUDA graphs of ``mode="reduce-overhead"`` are recorded once per structure.
+A trace records tensors and sizes, but not cached structures of tensors. In a trace, `TracedAdjacency`
+represents the structure of an edge list. When the compiled code runs, the operator ``fastsparse::structure``
+looks up the structure and returns its handle. The other operators take this handle like that of an
+`Adjacency`. The handle is a number, so CUDA graphs of ``mode="reduce-overhead"`` are recorded once per
+structure.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ library.define(
 
 
 class TracedAdjacency(Adjacency):
-    """The structure of edges within a trace; its attributes are results of operators.
+    """The structure of edges within a trace. Its attributes are results of operators.
 
     Args:
-        edges: (2, num_edges), sources and destinations.
+        edges: sources and destinations, (2, num_edges).
         num_dst: number of destinations.
         num_src: number of sources.
         reverse: whether the rows of ``edges`` are swapped.
-        self_loops: as :meth:`Adjacency.from_coo` takes them, or "remove".
-        site: what the edges are in the trace, from :func:`site_of`.
+        self_loops: as in :meth:`Adjacency.from_coo`, or ``"remove"``.
+        site: name of the edges in the trace, from :func:`site_of`.
     """
 
     is_padded = True  # the number of entries is known only when the compiled code runs
@@ -79,17 +80,17 @@ class TracedAdjacency(Adjacency):
 
     @property
     def device(self) -> torch.device:
-        """Where the structure is."""
+        """Device of the structure."""
         return self.edges.device
 
     @property
     def gpu(self) -> GpuProfile:
-        """What is known of the GPU that it is on."""
+        """Profile of the structure's GPU."""
         return profile_of(self.edges.device)
 
     @property
     def num_edges(self) -> int:
-        """Number of entries, which is a number of its own where loops are replaced or removed."""
+        """Number of entries; a separate symbol if loops are replaced or removed."""
         if self._num_entries is None:
             found = torch.ops.fastsparse.structure_num_edges.default(self.edges, self.handle)
             torch._check(found >= 0)
@@ -150,21 +151,21 @@ class TracedAdjacency(Adjacency):
         return self.in_degree() == 0
 
     def inv_sqrt_degree(self, dtype: torch.dtype = torch.float32, *, loops: int = 0) -> Tensor:
-        """As :meth:`Adjacency.inv_sqrt_degree`."""
+        """Like :meth:`Adjacency.inv_sqrt_degree`."""
         if loops:
             return (self.in_degree() + loops).to(dtype).rsqrt()
         return self._part("inv_sqrt_degree", self.num_dst, dtype)
 
     def inv_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """As :meth:`Adjacency.inv_degree`."""
+        """Like :meth:`Adjacency.inv_degree`."""
         return self._part("inv_degree", self.num_dst, dtype)
 
     def inv_sqrt_out_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """As :meth:`Adjacency.inv_sqrt_out_degree`."""
+        """Like :meth:`Adjacency.inv_sqrt_out_degree`."""
         return self._part("inv_sqrt_out_degree", self.num_src, dtype)
 
     def inv_out_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """As :meth:`Adjacency.inv_out_degree`."""
+        """Like :meth:`Adjacency.inv_out_degree`."""
         return self._part("inv_out_degree", self.num_src, dtype)
 
     def _part(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
@@ -199,11 +200,11 @@ def _find(edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: 
 
 
 class _Structures(dict[tuple[bool, str, str], Adjacency]):
-    """The last structure of every site, as compiled code frees its edges, and a cache's entry, early."""
+    """The last structure of every site. Compiled code frees edges early, and a weak cache would lose them."""
 
 
 class _Held(threading.local):
-    """The structures of a thread; autograd has threads of its own for backward passes on GPUs."""
+    """The structures of a thread. Backward passes on GPUs run in autograd's own threads."""
 
     of_threads: ClassVar[weakref.WeakValueDictionary[int, _Structures]] = weakref.WeakValueDictionary()
 
@@ -215,7 +216,7 @@ _held = _Held()
 
 
 def clear() -> None:
-    """Forgets the structures of this module."""
+    """Frees the structures of this module."""
     _cache.clear()
     for structures in list(_Held.of_threads.values()):
         structures.clear()
@@ -234,9 +235,8 @@ def _structure(edges: Tensor, *place: Any) -> int:
     """
     if edges.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "edge_index: expected an Adjacency where CUDA graphs are captured (mode='reduce-overhead' of "
-            "PyTorch before 2.8), whose replays would not see other edges; pass "
-            "fastsparse_pyg.prepare(edge_index)"
+            "edge_index: expected an Adjacency in a captured CUDA graph (mode='reduce-overhead' of PyTorch "
+            "before 2.8), because a replay would use the old edges; pass fastsparse_pyg.prepare(edge_index)"
         )
     num_dst, num_src, reverse, self_loops, site = place
     with torch.no_grad():
@@ -247,7 +247,7 @@ def _structure(edges: Tensor, *place: Any) -> int:
 
 
 def _structure_backward(grad: Tensor, edges: Tensor, *place: Any) -> int:
-    """The same for a backward pass, which gets the edges: so they, and their structure, live until then."""
+    """Handle for a backward pass. The edges are an argument, so they and their structure stay alive."""
     return _structure(edges, *place)
 
 
@@ -272,12 +272,12 @@ def _structure_part(edges: Tensor, adjacency: int, name: str, size: int, dtype: 
 
 
 def _number(edges: Tensor) -> torch.SymInt:
-    """A number that a trace does not know."""
+    """Makes a new symbolic number for a trace."""
     return cast("Any", edges).fake_mode.shape_env.create_unbacked_symint()
 
 
 def _traced(edges: Tensor, *place: Any) -> Any:
-    """The operator ``structure``, whose symbolic handle remembers its edges for the backward pass."""
+    """The operator ``structure``. Its symbolic handle stores the edges for the backward pass."""
     with below_autograd():
         handle = torch.ops.fastsparse.structure.default(edges, *place)
     if isinstance(handle, torch.SymInt):
@@ -315,10 +315,10 @@ _seen = _Seen()
 
 
 def site_of(edges: Tensor) -> str:
-    """What an input of the trace is called there; "" for edges that the traced code makes or changes.
+    """Name of an input of the trace; "" for edges that the traced code makes or changes.
 
-    The cache goes by the tensor and its version. Inductor writes other edges into the memory, and the very
-    tensor object, of some that compiled code has made and needs no more, and counts no version up.
+    The structures of such edges are not cached. The cache identifies edges by tensor and version, but
+    Inductor reuses the memory and the tensor object of intermediate edges without a new version, and
     ``torch.export`` makes new tensors in every run.
     """
     if not torch.compiler.is_dynamo_compiling():
@@ -330,7 +330,7 @@ def site_of(edges: Tensor) -> str:
 
 
 def _look(trace: Any) -> None:
-    """Called by the compiler while it reads :func:`site_of`."""
+    """Called by the compiler while it traces :func:`site_of`."""
     try:
         edges = trace.get_local("edges")
         source = edges._i_will_not_complain_if_bc_breaks_VariableTracker().source

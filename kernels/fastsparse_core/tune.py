@@ -1,7 +1,7 @@
-"""``python -m fastsparse_core.tune``: measures where one kernel overtakes another on this GPU.
+"""``python -m fastsparse_core.tune``: measures on this GPU from which sizes on which kernel is faster.
 
-What it finds is stored in the user's cache folder and decides from then on
-(docs/dev/decisions/gpu_profiles.md). It takes a few minutes; nothing else should use the GPU meanwhile.
+The results are stored in the user's cache folder, and FastSparse then chooses kernels by them
+(docs/dev/decisions/gpu_profiles.md). This takes a few minutes; nothing else should use the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Experiment:
     """How a constant of a profile is measured.
 
     Attributes:
-        constant: its name in `GpuProfile`.
-        about: what is compared.
-        points: measures, one point after the other.
+        constant: name of the constant in `GpuProfile`.
+        about: the compared kernels.
+        points: function that measures and yields one point after the other.
     """
 
     constant: str
@@ -69,7 +69,7 @@ def crossover(points: Sequence[Point]) -> float | None:
 
 
 def time_of(call: Callable[[], object]) -> float:
-    """Milliseconds that the device works on a call, the median of several."""
+    """Device time of a call in milliseconds, the median of several calls."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -85,7 +85,7 @@ def time_of(call: Callable[[], object]) -> float:
 
 
 def structure(num_dst: int, num_src: int, num_edges: int, share: float, device: torch.device) -> Adjacency:
-    """Random edges; a share of the columns are those of the first row of a window of 8, and so shared."""
+    """Random edges. In each window of 8 rows, a share of the columns are those of the window's first row."""
     generator = torch.Generator().manual_seed(num_edges)
     row = torch.randint(num_dst, (num_edges,), generator=generator).sort().values
     col = torch.randint(num_src, (num_edges,), generator=generator)
@@ -120,7 +120,7 @@ def _narrow(device: torch.device, clock: Clock) -> Iterator[Point]:
 
 
 def _few_edges(device: torch.device, clock: Clock) -> Iterator[Point]:
-    """A product against twice the time of one that reads next to nothing."""
+    """Compares a product with twice the time of a product that reads almost nothing."""
     x = torch.randn(20_000, 64, device=device)
     empty = structure(20_000, 20_000, 1000, 0.0, device)
     launch = clock(lambda: spmm(empty, x, algorithm="csr"))
@@ -137,17 +137,17 @@ EXPERIMENTS = (
 
 
 def gradient_rate(device: torch.device, clock: Clock) -> float:
-    """Bytes a millisecond that a tensor far larger than the L2 is read at."""
+    """Bytes per millisecond at which a tensor much larger than the L2 cache is read."""
     x = torch.ones(64 << 20, device=device)
     return x.nbytes / clock(lambda: x.sum())
 
 
 def tune(device: torch.device, clock: Clock, note: Callable[[str, str], None]) -> gpu.GpuProfile:
-    """Measures every constant that there is an experiment for; the others stay as they were.
+    """Measures every constant for which there is an experiment; other constants do not change.
 
     Args:
         device: a GPU.
-        clock: milliseconds of a call.
+        clock: function that returns the time of a call in milliseconds.
         note: called with the name of each constant and its result.
     """
     before = gpu.profile_of(device)
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if device.type != "cuda" or not torch.cuda.is_available():
-        print("there is no GPU here to measure; the CPU kernels do not use such a profile", file=sys.stderr)
+        print("there is no GPU to measure; CPU kernels do not use a GPU profile", file=sys.stderr)
         return 1
 
     from rich.progress import Progress

@@ -432,7 +432,7 @@ BAD: dict[Callable[..., Any], list[tuple[dict[str, Any], type[Exception], str]]]
         ({"value_layout": "me_bcrs", "value": _one(400)}, ValueError,
          r"value: expected shape \(\d+, 8\) or \(\d+, 8, heads\), got \(400,\)"),
         ({"value_layout": "me_bcrs", "reduce": "max"}, ValueError,
-         "value_layout: expected 'edges' for reduce='max', which runs from CSR, got 'me_bcrs'"),
+         "value_layout: expected 'edges' for reduce='max', which uses CSR, got 'me_bcrs'"),
     ],
     sddmm: [
         ({"x_dst": _one(41, 2)}, ValueError, "x_dst: expected num_dst = 40 rows"),

@@ -290,7 +290,7 @@ def test_self_loops(device, mode):
     ].tolist() == [5, 6, 7]
     extended.sum().backward()
     assert value.grad.tolist() == [1, 1, 1, 1, 2 if mode == "replace" else 1]
-    with pytest.raises(ValueError, match="value: expected one per given edge, 5, got 4"):
+    with pytest.raises(ValueError, match="value: expected 5, one per given edge, got 4"):
         adj.extend_value(value[:4], 1.0)
     with pytest.raises(ValueError, match="extend_value: expected an Adjacency built with self_loops"):
         Adjacency.from_coo(row, col, (3, 4)).extend_value(value, 1.0)
@@ -533,7 +533,7 @@ LONG, SHORT = torch.tensor([0, 1, 2]), torch.tensor([0, 1])
         (
             lambda: Adjacency.from_csr(LONG, SHORT, (2, 2), edge_id=LONG),
             ValueError,
-            "edge_id: expected one per entry",
+            "positions, one per entry",
         ),
         (
             lambda: Adjacency.from_csr(LONG, SHORT, (2, 2), edge_id=SHORT + 1),

@@ -160,7 +160,7 @@ def test_other_settings_are_recorded_anew(device, caplog):
 
     with caplog.at_level(logging.INFO, logger="fastsparse_core"):
         check(device, change)
-    assert any("an optimiser has changed" in message for message in caplog.messages)
+    assert any("settings of an optimizer have changed" in message for message in caplog.messages)
 
 
 def test_gradients_are_accumulated(device):
@@ -290,7 +290,7 @@ def test_what_the_host_keeps_from_call_to_call_is_not_recorded(device, kind):
         assert run.captured.status == "replaying"
         return
     reason = {
-        "tensor": r"`kept\[0\] = kept\[0\] \+ x.sum\(\)`.*the call before made",
+        "tensor": r"`kept\[0\] = kept\[0\] \+ x.sum\(\)`.*the previous call created",
         "number": "Python state",
     }
     with pytest.warns(SlowPathWarning, match=reason[kind]):
@@ -364,7 +364,7 @@ def test_what_cannot_be_recorded_runs_on(device):
     with pytest.warns(SlowPathWarning, match=r"max\(task.step\(x, y\).item\(\), 0.0\).*test_capture.py"):
         found = repeat(lambda: step(task.x, task.y))
     assert found == pytest.approx(repeat(lambda: plain.step(plain.x, plain.y).item()), rel=1e-3)
-    assert step.captured.status.startswith("refused: the step goes on to use the number")
+    assert step.captured.status.startswith("refused: the step uses the number")
 
 
 def test_too_little_memory_to_record_loses_nothing(device, monkeypatch):

@@ -184,7 +184,7 @@ def test_names_are_followed_where_they_can_be(reasons):
     assert of(new, "csr", no_csr="b") == BLOCKS
     assert of(new, no_blocks="a", no_csr="b") == Choice("unfused")
     assert [record.message.partition(". ")[0] for record in reasons.records] == [
-        "attention runs as algorithm='csr' in place of 'fused3s': a",
-        "attention runs as algorithm='fused3s' in place of 'csr': b",
+        "attention runs as algorithm='csr' instead of 'fused3s': a",
+        "attention runs as algorithm='fused3s' instead of 'csr': b",
         "attention stores scores for every edge, which takes time and memory: a",
     ]

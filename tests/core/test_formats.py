@@ -119,7 +119,7 @@ def test_bsb_refuses_more_quads_than_kernels_count(device, monkeypatch, caplog):
         bsb_of(many, None)
     assert not many.try_bsb()
     assert not many.try_bsb()
-    assert sum("got 3; it stays with the CSR" in record.message for record in caplog.records) == 1
+    assert sum("got 3, so the CSR kernels are used" in record.message for record in caplog.records) == 1
 
 
 def test_bsb_of_many_rows_and_columns(device):

@@ -272,7 +272,9 @@ def test_scripted_layers_stay():
 
     model = nn.Sequential(torch.jit.script(Plain()))
     report = accelerate(model, {Plain: DropIn}, is_graph_layer=lambda _: False, why_not=lambda *_: "")
-    assert report.rows == (Row(("0",), "Plain", "", "torch.jit compiled it; accelerate the model before"),)
+    assert report.rows == (
+        Row(("0",), "Plain", "", "torch.jit compiled it; call accelerate before torch.jit"),
+    )
 
 
 def test_compiled_models_are_compiled_again():

@@ -348,7 +348,7 @@ ROWS, INDEX = torch.ones(3, 2), torch.tensor([0, 1, 0])
         (lambda: scatter(ROWS.bool(), INDEX), TypeError, "src: expected float64"),
         (lambda: scatter(ROWS.int(), INDEX, 2, "std"), TypeError, "src: expected a floating tensor"),
         (lambda: segment_reduce(ROWS, INDEX), ValueError, "rowptr: expected ascending values from 0 to 3"),
-        (lambda: segment_reduce(ROWS, INDEX[:0]), ValueError, "rowptr: expected one entry more"),
+        (lambda: segment_reduce(ROWS, INDEX[:0]), ValueError, r"rowptr: expected num_segments \+ 1 entries"),
         (lambda: segment_softmax(ROWS.int(), INDEX), TypeError, "src: expected float64"),
         (lambda: gather_csr(ROWS, INDEX), ValueError, r"rowptr: expected shape \(4,\)"),
     ],

@@ -133,7 +133,7 @@ def _refuses(rank: int, size: int, device: torch.device) -> None:
     table = features()
     rows = FeatureTable(table, device, shared=True)
     table[3] += 1
-    with pytest.raises(RuntimeError, match="written after it was shared"):
+    with pytest.raises(RuntimeError, match="written to after it was shared"):
         rows[torch.arange(3, device=device)]
     again = FeatureTable(table, device, shared=True)
     assert torch.equal(again[torch.arange(5, device=device)].cpu(), table[:5])

@@ -511,7 +511,11 @@ class TestBadInput:
             (CBSR(torch.ones(4, 2).int(), cbsr.ids, 8), TypeError, "cbsr: expected float64"),
             (CBSR(torch.ones(4, 2), cbsr.ids.long(), 8), TypeError, "cbsr: expected torch.uint8 ids"),
             (CBSR(torch.ones(4, 2), cbsr.ids, 300), TypeError, "cbsr: expected torch.uint16 ids"),
-            (CBSR(torch.ones(4, 3), cbsr.ids, 8), ValueError, r"cbsr: expected values and ids of one shape"),
+            (
+                CBSR(torch.ones(4, 3), cbsr.ids, 8),
+                ValueError,
+                r"cbsr: expected values and ids of the same shape",
+            ),
             (
                 CBSR(torch.ones(4, 2), cbsr.ids, 1),
                 ValueError,

@@ -193,7 +193,7 @@ class TestGraphboltProblem:
 
     def test_library_for_another_torch(self):
         self.library.rename(self.library.with_name("libgraphbolt_pytorch_2.2.1.so"))
-        assert dgl_import.graphbolt_problem() == "DGL 2.1.0 brings no GraphBolt library for torch 9.8.7"
+        assert dgl_import.graphbolt_problem() == "DGL 2.1.0 has no GraphBolt library for torch 9.8.7"
 
     def test_torchdata_without_datapipes(self):
         (self.packages["torchdata"] / "datapipes" / "__init__.py").unlink()

@@ -205,7 +205,7 @@ class Mine:
 @pytest.mark.parametrize(
     ("dataset", "options", "reason"),
     [
-        (lambda: Mine(), {}, "not known to keep its graphs in memory"),
+        (lambda: Mine(), {}, "cannot tell whether a Mine keeps its graphs in memory"),
         (lambda: dgl.data.MiniGCDataset(5, 10, 20, transform=dgl.AddSelfLoop()), {}, "has a transform"),
         (lambda: [torch.zeros(2)] * 4, {}, "no graphs"),
         (lambda: molecules(3) + hetero(1), {}, "differ in node types"),

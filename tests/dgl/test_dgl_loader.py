@@ -285,7 +285,7 @@ def test_what_is_left_to_dgl(reasons):
     told = [record.message for record in reasons.records]
     assert any("edge_dir='out' is not supported" in message for message in told)
     (excluded,) = (message for message in told if "excluded edges are not supported" in message)
-    assert "Keep `exclude`" in excluded
+    assert "Leave out `exclude` only" in excluded
     assert ("runs on the CPU" in excluded) is torch.cuda.is_available()
 
 
@@ -344,7 +344,7 @@ def test_bad_options(make, message):
 @pytest.mark.parametrize(
     ("seeds", "message"),
     [
-        (torch.tensor([3]), r"seed_nodes: expected a dict by node type, as \{'author': ids\}"),
+        (torch.tensor([3]), r"seed_nodes: expected a dict by node type, such as \{'author': ids\}"),
         ({"paper": torch.tensor([12])}, "seed_nodes .*indices.* from 0 to 11 of type 'paper', got 12"),
         ({"paper": torch.tensor([-1])}, "seed_nodes .*indices.*, got -1"),
         ({"papers": torch.tensor([1])}, "seed_nodes .*indices.* among .*'paper'.*, got 'papers'"),

@@ -245,7 +245,7 @@ CASES = [
     Case(gated, fn.sum("m", "out")),
     Case(gated_by_nodes, fn.sum("m", "out"), "gated_aggregate"),
     Case(mapped, fn.sum("m", "out"), PER_NODE),
-    Case(mlp, fn.mean("m", "out"), PER_NODE, "a linear map behind the mean"),
+    Case(mlp, fn.mean("m", "out"), PER_NODE, "a linear map after the mean"),
     Case(mlp, fn.max("m", "out"), PER_NODE),
     Case(summed, fn.min("m", "out")),
     Case(copied, total, GROUPS),

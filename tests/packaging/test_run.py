@@ -139,7 +139,7 @@ def test_a_package_that_cannot_be_enabled_runs_as_it_is(folder):
     register(folder, {"toy": "plugin:fail"})
     done = run(folder, "script.py", "0")
     assert done.returncode == 0
-    assert without_first_line(done.stderr) == "fastsparse: toy runs as it is: ValueError: too old\n"
+    assert without_first_line(done.stderr) == "fastsparse: toy runs unchanged: ValueError: too old\n"
     assert done.stdout.endswith("False\n")
 
 

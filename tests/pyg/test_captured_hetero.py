@@ -255,7 +255,7 @@ def test_what_is_not_recorded_says_why(device):
         given = {name: item[: sizes[name]] for name, item in x.items()}
         return net(given, batch.edge_index_dict)["paper"].square().mean()
 
-    with pytest.warns(SlowPathWarning, match="has no row for padding") as warned:
+    with pytest.warns(SlowPathWarning, match="has no row for the padding") as warned:
         found = losses_of(
             device, lambda: MODELS["sage"](data), loss, lambda: [batch for _ in range(2) for batch in loader]
         )

@@ -436,7 +436,10 @@ def test_subclass_with_a_constructor_only() -> None:
 def test_scripted_layer() -> None:
     layer = torch.jit.script(pyg.SAGEConv(6, 4))
     (row,) = accelerate(nn.Sequential(layer), show=False).rows
-    assert (row.original, row.reason) == ("SAGEConv", "torch.jit compiled it; accelerate the model before")
+    assert (row.original, row.reason) == (
+        "SAGEConv",
+        "torch.jit compiled it; call accelerate before torch.jit",
+    )
     assert layer(FEATURES, EDGES).shape == (40, 4)
 
 

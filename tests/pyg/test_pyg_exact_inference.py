@@ -276,7 +276,7 @@ def test_models_that_cannot_be_split() -> None:
         inference(GraphSAGE(8, 8, 2, jk="cat"), data)
     with pytest.raises(ValueError, match=r"layers\[0\] \(SGConv\)"):
         inference([SGConv(8, 8, K=2)], data)
-    with pytest.raises(ValueError, match=r"layers\[0\] \(SAGEConv\), with the functions behind it"):
+    with pytest.raises(ValueError, match=r"layers\[0\] \(SAGEConv\), with the functions that follow it"):
         inference([SAGEConv(8, 8), GraphNorm(8)], data)
 
 
@@ -302,7 +302,7 @@ def test_arguments_are_checked() -> None:
         inference(model, data, out=torch.empty(60, 5, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"out: expected a floating-point dtype, got torch\.int32"):
         inference(model, data, out=np.empty((60, 5), np.int32))
-    with pytest.raises(ValueError, match="group: expected None without processes"):
+    with pytest.raises(ValueError, match="group: expected None, because processes"):
         inference(model, data, group=object())
 
 

@@ -284,12 +284,12 @@ def test_models_that_are_no_chain():
                 x = conv(x, edges)
             return self.convs[-1](x + self.lin(over_all), edges)
 
-    reduced = "computes something else than its parts one after the other.*sums or means over all nodes"
+    reduced = "differs from that of its parts one after the other.*sums or means over all nodes"
     for model, message in (
         *((Reduces(reduce, at), reduced) for reduce in ("sum", "mean") for at in (0, 1)),
-        (Skips(FastGCNConv), "a chain of layers, and what follows layer 2 failed"),
+        (Skips(FastGCNConv), "a chain of layers, but the code after layer 2 failed"),
         (Weighs(FastGCNConv), r"called as layer\(x, edges\)"),
-        (Pools(FastGCNConv), "a row for every node between layers, and part 1 of the model made 1 rows"),
+        (Pools(FastGCNConv), "a row for every node between layers, but part 1 of the model returned 1 rows"),
         (
             Chain(FastGCNConv, between=Centres()),
             "In part 1 of the model the result of a row depends on other rows",
@@ -336,7 +336,7 @@ def test_wrong_arguments():
     assert net(x, adj, rows=torch.empty(0, dtype=torch.int64)).shape == (0, 5)
     loss = net(x, adj).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward pass of this call has run already"):
+    with pytest.raises(RuntimeError, match="backward pass of this call has already run"):
         loss.backward()
     loss = net(x, adj).sum()
     with torch.no_grad():

@@ -58,14 +58,14 @@ def test_structures_of_tensors_without_content_are_refused():
         Adjacency.from_coo(nothing, nothing, (2, 2))
     with pytest.raises(TypeError, match="on the meta device"):
         Adjacency.from_csr(torch.tensor([0, 1, 2], device="meta"), nothing, (2, 2))
-    with FakeTensorMode(), pytest.raises(TypeError, match="expected tensors with content"):
+    with FakeTensorMode(), pytest.raises(TypeError, match="expected tensors in CPU or GPU memory"):
         Adjacency.from_coo(rows, rows, (2, 2))
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(EDGES)
-    with pytest.raises(TypeError, match="expected tensors with content"):
+    with pytest.raises(TypeError, match="expected tensors in CPU or GPU memory"):
         prepare(fake, 12)
     functional = torch._to_functional_tensor(rows)
-    with pytest.raises(TypeError, match="expected tensors with content"):
+    with pytest.raises(TypeError, match="expected tensors in CPU or GPU memory"):
         Adjacency.from_coo(functional, functional, (2, 2))
 
 

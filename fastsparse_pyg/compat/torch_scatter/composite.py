@@ -1,4 +1,4 @@
-"""torch_scatter.composite: softmax, its logarithm, log-sum-exp and deviations by index."""
+"""torch_scatter.composite: softmax, log-softmax, log-sum-exp and standard deviation by index."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def scatter_std(
     dim_size: int | None = None,
     unbiased: bool = True,
 ) -> Tensor:
-    """Standard deviations; ``unbiased`` divides by the number of elements minus one.
+    """Standard deviations of the elements that have the same index along a dimension.
 
-    If ``out`` is given, the sums of squared differences are added to it, and the result is a new tensor.
+    As in torch_scatter, 1e-6 is added to the divisor, which is the number of elements n, or n - 1 if
+    ``unbiased``, but at least 1. If ``out`` is given, the sums of squared differences are added to it in
+    place before the division, and the result is a new tensor.
     """
     size = out.size(dim) if out is not None else num_segments(index, dim_size)
     ones = torch.ones_like(src)
@@ -43,7 +45,11 @@ def scatter_logsumexp(
     dim_size: int | None = None,
     eps: float = 1e-12,
 ) -> Tensor:
-    """Logarithms of the sums of exponentials, including that of ``out`` if given; 0 for empty segments."""
+    """Logarithms of the sums of exponentials (plus ``eps``); 0 for empty segments.
+
+    If ``out`` is given, the exponentials of its elements are added to the sums, and the result is written to
+    it. Elements of ``out`` at empty segments do not change.
+    """
     _check_floating(src)
     size = out.size(dim) if out is not None else num_segments(index, dim_size)
     greatest = scatter_max(src.detach(), index, dim, None, size)[0]

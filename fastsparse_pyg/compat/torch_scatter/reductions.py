@@ -78,14 +78,14 @@ def scatter_mul(
 def scatter_mean(
     src: Tensor, index: Tensor, dim: int = -1, out: Tensor | None = None, dim_size: int | None = None
 ) -> Tensor:
-    """Means of the elements that have the same index along a dimension; of integers, rounded down."""
+    """Means of the elements that have the same index along a dimension; integer means are rounded down."""
     return _scatter(src, index, dim, out, dim_size, "mean")[0]
 
 
 def scatter_min(
     src: Tensor, index: Tensor, dim: int = -1, out: Tensor | None = None, dim_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Minima and their positions."""
+    """Minima and their positions along the dimension; for empty segments, the position ``src.size(dim)``."""
     result, arg = _scatter(src, index, dim, out, dim_size, "min")
     assert arg is not None
     return result, arg
@@ -94,7 +94,7 @@ def scatter_min(
 def scatter_max(
     src: Tensor, index: Tensor, dim: int = -1, out: Tensor | None = None, dim_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Maxima and their positions."""
+    """Maxima and their positions along the dimension; for empty segments, the position ``src.size(dim)``."""
     result, arg = _scatter(src, index, dim, out, dim_size, "max")
     assert arg is not None
     return result, arg
@@ -108,7 +108,7 @@ def scatter(
     dim_size: int | None = None,
     reduce: str = "sum",
 ) -> Tensor:
-    """Reduces by ``reduce``: sum, add, mul, mean, min or max."""
+    """Reduces elements with the same index along a dimension; ``reduce``: sum, add, mul, mean, min or max."""
     return _scatter(src, index, dim, out, dim_size, _checked(reduce, ("sum", "mul", "mean", "min", "max")))[0]
 
 

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def reduction(src: SparseTensor, dim: int | None = None, reduce: str = "sum") -> Tensor:
-    """Reduces all values (dim=None), or those of every row (dim=1), column (dim=0) or entry (dim=2 and up).
+    """Reduces all values (dim=None), each row (dim=1), each column (dim=0), or a dimension of the values.
 
-    As in torch_sparse, a matrix without values has counts as sums, and 1 as result of other reductions.
+    As in torch_sparse, for a matrix without values a sum counts the entries, and every other reduction
+    returns 1.
     """
     value = src.storage.value()
     name: Any = {"add": "sum"}.get(reduce, reduce)
@@ -77,12 +78,15 @@ def _of_entries(src: SparseTensor, other: Any) -> Any:
         return other.squeeze(0)[col]
     raise ValueError(
         f"other: expected shape ({rows}, 1, ...) or (1, {cols}, ...), got {tuple(other.shape)}; "
-        "make one number for each row with .view(-1, 1), for each column with .view(1, -1)"
+        "use .view(-1, 1) for one number per row, .view(1, -1) for one number per column"
     )
 
 
 def mul(src: SparseTensor, other: Any) -> SparseTensor:
-    """Multiplies by one number per row or column, or by another matrix's entries at the same positions."""
+    """Multiplies by one number per row or column, or by another sparse matrix elementwise.
+
+    The product of two sparse matrices has only the positions that both have.
+    """
     if isinstance(other, type(src)):
         return _mul_matrices(src, other)
     return mul_nnz(src, _of_entries(src, other))
@@ -94,7 +98,7 @@ def mul_(src: SparseTensor, other: Any) -> SparseTensor:
 
 
 def mul_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
-    """Multiplies the values by one number, or by a number for each entry."""
+    """Multiplies the values by one number, or by one per entry. Values that are None are taken as 1."""
     value = src.storage.value()
     other = _in_order(src, other, layout)
     if value is None:
@@ -141,7 +145,10 @@ def _mul_matrices(src: SparseTensor, other: SparseTensor) -> SparseTensor:
 
 
 def add(src: SparseTensor, other: Any) -> SparseTensor:
-    """Adds one number per row or column to the values, or another matrix, whose entries are merged in."""
+    """Adds one number per row or column to the values, or adds another sparse matrix.
+
+    The sum of two sparse matrices has the positions of both.
+    """
     if not isinstance(other, type(src)):
         return add_nnz(src, _of_entries(src, other))
     row, col, value = src.coo()

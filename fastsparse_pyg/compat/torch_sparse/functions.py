@@ -18,7 +18,7 @@ def t(src: SparseTensor) -> SparseTensor:
 
 
 def cat(tensors: Sequence[SparseTensor], dim: int | tuple[int, int]) -> SparseTensor:
-    """Joins matrices below each other (0), side by side (1), or along the diagonal (0, 1)."""
+    """Joins matrices vertically (``dim=0``), horizontally (``dim=1``) or diagonally (``dim=(0, 1)``)."""
     if dim not in (0, 1, -1, (0, 1), [0, 1]):
         if not isinstance(dim, int):
             raise ValueError(f"dim: expected 0, 1 or (0, 1), got {dim}")
@@ -60,7 +60,7 @@ def _parts(matrix: SparseTensor) -> tuple[Tensor, Tensor | None]:
 def coalesce(
     index: Tensor, value: Tensor | None, m: int, n: int, op: str = "add"
 ) -> tuple[Tensor, Tensor | None]:
-    """Sorts entries by row and merges entries at the same position."""
+    """Sorts entries by (row, column) and merges entries at the same position."""
     return _parts(_matrix(index, value, m, n).coalesce(op))
 
 
@@ -99,7 +99,10 @@ def spspmm(
     n: int,
     coalesced: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The product of a sparse (m, k) and a sparse (k, n) matrix; repeated entries are always added."""
+    """The product of a sparse (m, k) and a sparse (k, n) matrix.
+
+    Entries at the same position are added first, also with ``coalesced=False``.
+    """
     return _parts(_matrix(indexA, valueA, m, k).spspmm(_matrix(indexB, valueB, k, n)))
 
 

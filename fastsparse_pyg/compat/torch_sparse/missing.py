@@ -22,9 +22,7 @@ OPERATORS = (
     "neighbor_sample",
     "temporal_neighbor_sample",
 )
-_SAMPLERS = (
-    "install pyg-lib, whose samplers and partitioners PyG takes before torch-sparse's, or torch-sparse itself"
-)
+_SAMPLERS = "install pyg-lib, which NeighborLoader and ClusterData use instead, or install torch-sparse"
 #: Function that exists only in a submodule of torch_sparse -> what to use instead.
 _SUBSTITUTES = {
     "cat.cat_first": "use torch_sparse.cat(tensors, dim=0)",

@@ -54,7 +54,7 @@ class SparseStorage:
         trust_data: bool = False,
     ) -> None:
         if col is None or (row is None and rowptr is None):
-            raise ValueError("row, rowptr and col: expected col, and row or rowptr, got None for them")
+            raise ValueError("row, rowptr and col: expected col, and either row or rowptr, got None")
         for name, index in (("row", row), ("rowptr", rowptr), ("col", col)):
             if index is not None and (index.dtype != torch.int64 or index.dim() != 1):
                 raise ValueError(f"{name}: expected int64 of one dimension, got {index.dtype} {index.shape}")

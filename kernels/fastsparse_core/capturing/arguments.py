@@ -1,4 +1,4 @@
-"""What a captured step is called with: tensors in containers and in the frameworks' own objects."""
+"""Arguments of a captured step: tensors, also in containers and in objects of PyG and DGL."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Argument:
     """One argument of a step.
 
     Args:
-        value: the object.
-        key: what is the same for all calls of one record.
-        tensors: its tensors.
+        value: the object that the caller passed.
+        key: properties that must be equal in all calls that share a record.
+        tensors: the tensors of the object.
 
     Attributes:
-        sizes: of a batch that can be padded; None: it cannot.
+        sizes: numbers of nodes and edges of a batch that can be padded; None for all other arguments.
     """
 
     sizes: Sizes | None = None
@@ -39,14 +39,14 @@ class Argument:
         return self.value
 
     def is_as_given(self) -> bool:
-        """Whether the object is known to be as it was when it was given, as tensors and graphs can tell."""
+        """Whether the object is known to be unchanged since the call. Tensors and graphs can tell."""
         return False
 
     def hold(self, capacity: Capacity | None) -> Held:
-        """Memory for arguments like this one.
+        """Allocates the memory that a record reads arguments like this one from.
 
         Args:
-            capacity: for a batch that can be padded.
+            capacity: numbers of nodes and edges that the memory holds; None: the argument is not padded.
         """
         return Held(self)
 
@@ -55,13 +55,13 @@ class Held:
     """Memory that a record reads one of its arguments from.
 
     Args:
-        like: the argument that it was made for.
+        like: an argument of the same form.
 
     Attributes:
-        value: what the step is given.
-        rows: which rows are padding, where there is some.
-        greatest: see `MaskedFunctions`.
-        sorted: see `StepRun`.
+        value: the object that is passed to the step.
+        rows: which rows are padding; empty without padding.
+        greatest: as in `MaskedFunctions`.
+        sorted: as ``sorted_rows`` of `StepRun`.
         needs_largest: whether the largest graph has to fit too, as in dense batches.
     """
 
@@ -77,14 +77,14 @@ class Held:
         self.sorted: set[tuple[int, int]] = set()
 
     def write(self, argument: Argument) -> None:
-        """Copies an argument's tensors there."""
+        """Copies an argument's tensors into this memory."""
         for held, tensor in zip(self.tensors, argument.tensors, strict=True):
             if held is not tensor:
                 held.detach().copy_(tensor.detach())
 
 
 class Constant(Held):
-    """An argument that is the same object, or of the same tensors, in every call; it is read in place."""
+    """An argument that has the same tensors in every call; the record reads them in place."""
 
     def __init__(self, like: Argument) -> None:
         self.value = like.value
@@ -94,7 +94,7 @@ class Constant(Held):
         self._marks = [mark_of(tensor) for tensor in like.tensors]
 
     def is_as_recorded(self, argument: Argument) -> bool:
-        """Whether its tensors are those of the record, where they were, indices and masks as they were."""
+        """Whether the tensors are those of the record, at the same addresses, with the same integers."""
         return (
             all(x is y for x, y in zip(self.tensors, argument.tensors, strict=True))
             and [mark_of(tensor) for tensor in self.tensors] == self._marks
@@ -151,23 +151,23 @@ class _Container(Argument):
 
 
 def tensor_key(tensor: Tensor) -> tuple[Hashable, ...]:
-    """What tensors of one record have in common."""
+    """Properties of a tensor that must be equal in all calls that share a record."""
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout
 
 
 def mark_of(tensor: Tensor) -> tuple[Hashable, ...]:
-    """What differs where a tensor got other memory (``x.data = y``), or something of its key changed."""
+    """Properties that change if a tensor gets other memory (``x.data = y``) or another shape or dtype."""
     address = tensor.data_ptr() if tensor.layout is torch.strided else 0
     return address, tensor.shape, tensor.dtype, tensor.requires_grad
 
 
 def register(kind: type, make: Callable[[Any], Argument | None]) -> None:
-    """Says how objects of a type become arguments; None: as objects of its base do."""
+    """Registers a function that makes arguments of objects of a type, or returns None to try the next one."""
     _makers.insert(0, (kind, make))
 
 
 def argument_of(value: Any) -> Argument:
-    """The argument that an object is."""
+    """Wraps an object that was passed to the step."""
     if type(value) in (Tensor, torch.nn.Parameter):
         return _TensorArgument(value)
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
@@ -185,12 +185,12 @@ def argument_of(value: Any) -> Argument:
 
 
 def same(value: object) -> Hashable:
-    """A key that an object shares with itself alone, as long as the key lives."""
+    """A key that equals only keys of the same object. It keeps the object alive."""
     return _Same(value)
 
 
 class _Same:
-    """Equal to itself alone; keeps the object, so that its identity stays its own."""
+    """Compares objects by identity. It keeps the object alive, so that no other object gets its id."""
 
     def __init__(self, value: object) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""Batch normalisation by some of the rows, whose number only the device knows."""
+"""Batch normalisation over the rows of a mask, whose number is known only on the device."""
 
 from __future__ import annotations
 
@@ -30,24 +30,23 @@ def masked_batch_norm(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    r"""`torch.nn.functional.batch_norm` in training, by the mean and variance of some rows.
+    r"""`torch.nn.functional.batch_norm` in training, by mean and variance of the rows where ``mask`` is True.
 
     .. math::
         \mathbf{y}_i = \frac{\mathbf{x}_i - \mathrm{E}[\mathbf{x}]}
         {\sqrt{\mathrm{Var}[\mathbf{x}] + \epsilon}} \odot \mathbf{w} + \mathbf{b}
 
-    where mean and variance are those of the rows that the mask names. All rows are normalised; those that it
-    does not name get no gradient.
+    All rows are normalised. Rows where ``mask`` is False get a gradient of 0.
 
     Args:
         x: features (N, width).
         mask: bool (N,).
-        count: how many rows it names, float32 ().
-        weight: (width,) or None: 1.
-        bias: (width,) or None: 0.
-        running_mean: (width,), written; None: there is none.
-        running_var: as ``running_mean``; it gets the unbiased variance.
-        momentum: of what is written.
+        count: number of True entries of ``mask``, float32 ().
+        weight: (width,); None: 1.
+        bias: (width,); None: 0.
+        running_mean: (width,), updated in place; None: no running mean.
+        running_var: like ``running_mean``, updated with the unbiased variance.
+        momentum: weight of the new mean and variance in the running ones.
         eps: added to the variance.
 
     Returns:
@@ -60,7 +59,7 @@ def masked_batch_norm(
 
 
 class _MaskedBatchNorm(torch.autograd.Function):
-    """On CUDA three launches each way (kernels/cuda/batch_norm.cu), elsewhere operators of PyTorch."""
+    """Three launches per pass on CUDA (kernels/cuda/batch_norm.cu); PyTorch's operators elsewhere."""
 
     @staticmethod
     def forward(
@@ -138,7 +137,7 @@ class _MaskedBatchNorm(torch.autograd.Function):
 
 
 def _has_kernel(x: Tensor, *numbers: Tensor | None) -> bool:
-    """Whether the CUDA kernels take a matrix, and numbers of its columns."""
+    """Whether the CUDA kernels support a matrix and vectors with one number per column."""
     return (
         x.is_cuda
         and x.dtype != torch.float64
@@ -148,7 +147,7 @@ def _has_kernel(x: Tensor, *numbers: Tensor | None) -> bool:
 
 
 def _partial(x: Tensor) -> Tensor:
-    """Scratch of either launch: two sums of every part of the rows."""
+    """Scratch memory: two sums per column for every part of the rows."""
     num_parts = min(_PARTS * multiprocessors(x.device), -(-x.shape[0] // _ROWS_OF_PART))
     return x.new_empty(num_parts, 2, x.shape[1], dtype=torch.float64)
 
@@ -187,7 +186,7 @@ def _gradients(
 
 
 def _widened(x: Tensor) -> Tensor:
-    """In the dtype that sums are kept in."""
+    """Casts to the dtype in which sums are accumulated."""
     return x.to(accumulation_dtype(x.dtype))
 
 

@@ -68,10 +68,10 @@ _NO_GPU = "there is no CUDA device"
 
 
 class Captured:
-    """Runs a function unchanged until it is clear what to record, then replays CUDA graphs of it.
+    """Runs a function unchanged in its first calls, then replays CUDA graphs of it.
 
-    Before recording, a padded run is compared with an unpadded run of the step. After recording, the first
-    replay is compared with a run. If the numbers differ, the step is not recorded and runs unchanged.
+    Before recording, a padded run of the step is compared with an unpadded run. After recording, the first
+    replay is compared with a plain run. If results or gradients differ, the step keeps running unchanged.
 
     Args:
         step: the function.
@@ -150,7 +150,7 @@ class Captured:
             return self.step(*args, **kwargs)
         self._refusals = 0
         if self._optimizers and not all(item.is_as_recorded() for item in self._optimizers):
-            logger.info("capture: an optimiser has changed; %s is recorded again", self._name)
+            logger.info("capture: settings of an optimizer have changed; %s is recorded again", self._name)
             self._forget()
             self._changes += 1
         if not self.observed.masks.are_unchanged():
@@ -172,7 +172,7 @@ class Captured:
             form.records.clear()
         elif form.records:
             logger.info(
-                "capture: a batch is larger than all before; %s is recorded for its size too", self._name
+                "capture: a batch exceeds all recorded sizes; %s is recorded for its size too", self._name
             )
         form.observe(call)
         if not form.records:
@@ -196,7 +196,7 @@ class Captured:
         if call.sizes is not None and torch.are_deterministic_algorithms_enabled():
             raise Refused(
                 "sums over padded batches have no fixed order, but torch.use_deterministic_algorithms(True) "
-                "asks for one. Turn it off, or do not capture the step"
+                "requires one. Turn it off, or do not capture the step"
             )
         if self._graphs.is_recording():
             return None
@@ -306,9 +306,9 @@ class Captured:
     # ---------------------------------------------------------------- records
 
     def _begin(self, form: Form, call: Call) -> Record:
-        """Makes the memory for a record, and checks that its form computes what the step computes."""
+        """Allocates the memory of a record, and checks that the padded step gives the results of the step."""
         if self.observed.schedules:
-            raise Refused("a learning rate scheduler steps in it. Call `scheduler.step()` after the step")
+            raise Refused("it calls a learning rate scheduler. Call `scheduler.step()` after the step")
         if self._changes > _MOST_CHANGES:
             raise Refused(
                 "settings of its optimizer, learning rates that PyTorch reads on the CPU, or indices that it "
@@ -317,8 +317,8 @@ class Captured:
             )
         if len(form.records) >= _MOST_ROOMS:
             raise Refused(
-                f"a batch was larger than all before more than {_MOST_ROOMS} times. Shuffle the batches, so "
-                "that the first ones show how sizes vary"
+                f"a batch is larger than all {_MOST_ROOMS} recorded sizes. Shuffle the batches, so that the "
+                "first ones show how sizes vary"
             )
         names = _names_of_arguments(self.step, call)
         for name, argument, varies in zip(names, call.arguments, form.varies, strict=True):
@@ -350,7 +350,7 @@ class Captured:
         return made
 
     def _compare(self, form: Form, call: Call, capacity: Capacity | None) -> None:
-        """Runs the step on a batch without and with much padding, and undoes both runs.
+        """Runs the step on a batch without padding and with much padding, and undoes both runs.
 
         Raises:
             Refused: the results differ.
@@ -390,7 +390,7 @@ class Captured:
     _defers = True
 
     def _probe(self, result: Any) -> Any:
-        """Hook of subclasses: what a trial does with the result."""
+        """Processes the result of a trial; subclasses override it."""
         return result
 
     def _use(self, form: Form, chosen: Record, call: Call) -> Any:
@@ -413,8 +413,8 @@ class Captured:
             try:
                 if chosen.carried.line:
                     raise Refused(
-                        f"{chosen.carried.line} uses a tensor that the call before made, and a replay would "
-                        "not see the new one. Write into one tensor instead: `kept.copy_(new)`"
+                        f"{chosen.carried.line} uses a tensor that the previous call created. A replay would "
+                        "read an old one. Write into one tensor instead: `kept.copy_(new)`"
                     )
                 chosen.replay = self._checked_replay(chosen, call)
             except Exception as error:
@@ -425,10 +425,10 @@ class Captured:
         return self._results(chosen.trimmed(result, call))
 
     def _checked_replay(self, chosen: Record, call: Call) -> Callable[[], Any]:
-        """Records a run, and checks in a trial that a replay gives the same numbers as a run.
+        """Records a run, and checks in a trial that a replay gives the same results as a plain run.
 
         Raises:
-            Refused: the numbers differ.
+            Refused: the results differ.
         """
         run = self._on_trial(lambda: chosen.run(self.step, self.observed, self._defers), call)
         modes = self.observed.modes()
@@ -469,7 +469,7 @@ class Captured:
             x.is_leaf and x.requires_grad and id(x) not in known for x in given
         ):
             raise Refused(
-                "an argument requires a gradient, but is no parameter of a module or optimizer in the step. "
+                "an argument requires a gradient, but is no parameter of the step's modules or optimizers. "
                 "Pass it detached"
             )
         with self._gradients.held(parameters) as gradients:
@@ -499,7 +499,7 @@ class Captured:
         return replay
 
     def _results(self, result: Any) -> Any:
-        """Copies of the results, because the next replay overwrites them; numbers are read."""
+        """Copies the results, because the next replay overwrites them, and reads deferred numbers."""
         return tree_map(_copy, result)
 
     def _refuse(self, form: Form, error: Exception) -> None:
@@ -525,7 +525,7 @@ class Captured:
 
     def _say(self, reason: str) -> None:
         if reason == _NO_GPU:  # reported once for all steps
-            message = f"capture: {reason}, so captured steps run as they are. They are replayed on a GPU"
+            message = f"capture: {reason}, so captured steps run unchanged. CUDA graphs need a GPU"
             if machine_has_gpu():
                 warn_once(f"{message}: install a PyTorch that is built with CUDA")
             else:  # the machine has no GPU, so there is nothing to warn about
@@ -533,7 +533,7 @@ class Captured:
             return
         code = getattr(inspect.unwrap(self.step), "__code__", None)
         at = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
-        warn_once(f"capture: `{self._name}`{at} is not recorded and runs as it is: {reason}")
+        warn_once(f"capture: `{self._name}`{at} is not recorded and runs unchanged: {reason}")
 
 
 @functools.cache
@@ -563,10 +563,11 @@ def _names_of_arguments(step: Callable[..., Any], call: Call) -> list[str]:
 def _tolerated(found: float, rounds: bool, one: Trial, others: Sequence[Callable[[], Trial]]) -> float:
     """The relative difference that rounding can explain.
 
-    If the found difference is larger than the tolerance, further trials of one form show how much equal runs
-    differ. Reasons are atomics, which add in any order, and libraries that choose other kernels for a
-    recording; in 16 bits both have large effects. A record is judged by replays, not by plain runs: Python
-    state that changes between calls would change plain runs, too, and so hide its effect.
+    If the found difference is larger than the tolerance, further trials show by how much equal runs differ.
+    Equal runs differ because atomics add in any order, and because libraries choose other kernels for a
+    recording. In 16 bits, both have large effects. For a record, the further trials are replays, not plain
+    runs: Python state that changes between calls would also change plain runs, and its effect would be
+    hidden.
 
     Args:
         found: the found difference.

@@ -1,8 +1,10 @@
-"""What a step reads from tensors that stay: found once, and given to every later run.
+"""Values that a step reads from tensors that never change. They are read once and reused in later runs.
 
 PyG's own layers read sizes of the graph in every call: ``edge_index[:, row != col]`` waits for the number of
-edges that are no loops. A recording must not wait. Where all that decides a size is tensors of integers that
-no call changes, as ``edge_index`` is in a loop on one graph, the size is the same in every call.
+edges that are not loops. A recording must not wait. If a size depends only on integer tensors that no call
+changes, such as ``edge_index`` in a loop on one graph, it is the same in every call.
+
+Below, such integer tensors are called persistent.
 """
 
 from __future__ import annotations
@@ -49,12 +51,12 @@ def is_ours(frame: FrameType) -> bool:
 
 
 def is_whole(item: Any) -> bool:
-    """Whether an object is a tensor of integers or truth values."""
+    """Whether an object is a tensor of integers or bools."""
     return isinstance(item, Tensor) and not item.is_floating_point() and not item.is_complex()
 
 
 class Persistent:
-    """Tensors of integers that several calls of a step use, and that are not written to in between."""
+    """Integer and bool tensors that several calls of a step use without a write between the calls."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -62,7 +64,7 @@ class Persistent:
         self._found: dict[int, tuple[Tensor, int]] = {}
 
     def see(self, items: Any) -> None:
-        """Notes the tensors among the arguments of a function."""
+        """Records the integer tensors among the arguments of a function."""
         for item in items:
             if isinstance(item, (tuple, list)):
                 self.see(item)
@@ -70,7 +72,7 @@ class Persistent:
                 self._seen[id(item)] = (weakref.ref(item), version_of(item))
 
     def end_call(self) -> None:
-        """Keeps those that were seen in the call before too, and are as they were."""
+        """Adds the tensors that the previous call used too, if they were not written to since."""
         for place, (reference, version) in self._seen.items():
             item, (known, before) = reference(), self._before.get(place, (None, -1))
             if item is not None and known is not None and known() is item and version_of(item) == before:
@@ -83,15 +85,15 @@ class Persistent:
         self._seen = {}
 
     def now(self) -> list[Tensor]:
-        """Those that have not been written to since."""
+        """The persistent tensors that have not been written to since."""
         return [item for item, version in self._found.values() if version_of(item) == version]
 
 
 class Origins:
-    """Which tensors of a run depend on persistent ones alone.
+    """Which tensors of a run depend only on persistent tensors.
 
     Args:
-        sources: the persistent ones.
+        sources: the persistent tensors.
     """
 
     def __init__(self, sources: list[Tensor]) -> None:
@@ -100,11 +102,11 @@ class Origins:
         }
 
     def of(self, items: Any, written: Any = None) -> tuple[Tensor, ...] | None:
-        """The persistent tensors that decide all tensors among objects; None: something else does too.
+        """The persistent tensors that all tensors among ``items`` depend on; None: they depend on others too.
 
         Args:
-            items: tensors and others, in containers.
-            written: one that was just written to once.
+            items: tensors and other objects, in containers.
+            written: a tensor among them that the last function wrote to.
         """
         found: list[Tensor] = []
         for item in tree_leaves(items):
@@ -117,13 +119,13 @@ class Origins:
         return tuple({id(item): item for item in found}.values())
 
     def add(self, results: Any, sources: tuple[Tensor, ...]) -> None:
-        """Notes results that these tensors decide of."""
+        """Records that results depend only on these persistent tensors."""
         for item in tree_leaves(results):
             if isinstance(item, Tensor) and not item.requires_grad:
                 self._known[id(item)] = (weakref.ref(item), version_of(item), sources)
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Notes the result of a function."""
+        """Records the result of a function if it depends only on persistent tensors."""
         name = getattr(func, "__name__", "")
         is_pure = name.strip("_") in _PURE or (
             name in _FILLED and is_whole(result) and not is_ours(sys._getframe(2))
@@ -138,10 +140,10 @@ class Origins:
 
 
 class Answers:
-    """What the first run of a record read from persistent tensors, in order; later runs are given it.
+    """Values that the first run of a record read from persistent tensors, in order, for later runs.
 
     Attributes:
-        sources: the tensors, and their versions.
+        sources: the persistent tensors with their versions, by id.
     """
 
     def __init__(self) -> None:
@@ -151,7 +153,7 @@ class Answers:
         self._is_complete = False
 
     def begin_run(self) -> None:
-        """Starts from the first one again."""
+        """Starts again at the first value."""
         self._is_complete = self._is_complete or bool(self._next)
         self._next = 0
 
@@ -162,10 +164,16 @@ class Answers:
         sources: tuple[Tensor, ...],
         otherwise: str = "is not reached in every call, or not in the same order. Decide outside of the step",
     ) -> Any:
-        """The answer of the first run; tensors in it are copies.
+        """The value that the first run read at this point; tensors in it are copied.
+
+        Args:
+            what: name of the read, which must be the same in every run.
+            job: reads the value in the first run.
+            sources: the persistent tensors that the value depends on.
+            otherwise: end of the error message.
 
         Raises:
-            Refused: that run asked something else; the message is the line of the user and ``otherwise``.
+            Refused: the first run read something else at this point. The message begins with the user's line.
         """
         if not self._is_complete:
             self._answers.append((what, job()))
@@ -177,15 +185,15 @@ class Answers:
         return tree_map(lambda item: item.clone() if isinstance(item, Tensor) else item, answer)
 
     def are_valid(self) -> bool:
-        """Whether the tensors have not been written to since."""
+        """Whether the persistent tensors have not been written to since."""
         return all(version_of(item) == version for item, version in self.sources.values())
 
 
 class Carried:
-    """Tensors that one run makes and the next one uses, as a memory of earlier results: a replay would not.
+    """Finds tensors that one run creates and the next run uses. A replay would read the old tensor.
 
     Attributes:
-        line: where one is used; "" if there is none.
+        line: the user's line that uses such a tensor; "" if there is none.
     """
 
     def __init__(self) -> None:
@@ -194,11 +202,11 @@ class Carried:
         self.line = ""
 
     def begin_run(self) -> None:
-        """What was made since the last time belongs to the run before."""
+        """Starts a run: tensors that were created since the last start belong to the previous run."""
         self._before, self._made, self.line = self._made, {}, ""
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Looks at what a function gets and gives; attributes, such as gradients, are left out."""
+        """Inspects arguments and result of a function. Attribute reads, such as of gradients, are ignored."""
         if getattr(func, "__name__", "") == "__get__":
             return
         given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]

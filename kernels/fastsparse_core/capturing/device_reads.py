@@ -1,4 +1,4 @@
-"""Functions that wait for the GPU: what a recorded step gets from them, or why it cannot be recorded."""
+"""Functions that wait for the GPU: their results in a recorded step, or why the step cannot be recorded."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _OF_HOST = (int, float, bool)
 
 
 class DeviceReads:
-    """What a run reads from the device.
+    """Replaces functions that read from the GPU during a run of a step.
 
     Args:
         origins: which tensors are the same in every run.
-        answers: what was read from those.
-        supports: whether graphs are recorded on a device.
-        defers: whether numbers have no value in this run.
+        answers: values that were read from tensors that are the same in every run.
+        supports: whether graphs can be recorded on a device.
+        defers: whether numbers are read only after the run.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class DeviceReads:
         answers.begin_run()
 
     def read(self, tensor: Tensor) -> Any:
-        """The number in a tensor, or what stands for it."""
+        """The number in a tensor, or a `Number` that is read later."""
         if not self.supports(tensor.device):
             return tensor.item()
         sources = self.origins.of(tensor)
@@ -47,14 +47,14 @@ class DeviceReads:
         return number_of(tensor) if self.defers else tensor.item()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of a function where it is one of these; NotImplemented: it may be called."""
+        """The result of a function that reads from the GPU; NotImplemented if it can be called unchanged."""
         handler = _HANDLERS.get(func)
         if handler is None or is_ours(sys._getframe(2)):
             return NotImplemented
         return handler(self, func, *args, **kwargs)
 
     def ask(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A result that persistent tensors decide of; NotImplemented: something else decides too."""
+        """The stored result if it depends only on persistent tensors, otherwise NotImplemented."""
         sources = self.origins.of((args, kwargs))
         if sources is None:
             return NotImplemented
@@ -87,7 +87,7 @@ def _list(reads: DeviceReads, func: Any, x: Tensor) -> Any:
 
 
 def _value(what: str) -> Callable[..., Any]:
-    """Functions that read a number, and give it to Python."""
+    """Makes a handler of functions that read a number which Python code then uses."""
 
     def read(reads: DeviceReads, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_read(reads, x):
@@ -101,7 +101,7 @@ def _value(what: str) -> Callable[..., Any]:
 
 
 def _conversion(kind: type) -> Callable[..., Any]:
-    """``float(x)`` and ``int(x)`` in code that was not patched: they have to give Python's own numbers."""
+    """Makes a handler of ``float(x)`` or ``int(x)`` in unpatched code. It returns Python numbers."""
 
     def convert(reads: DeviceReads, func: Any, x: Any) -> Any:
         if not _is_read(reads, x):
@@ -111,7 +111,7 @@ def _conversion(kind: type) -> Callable[..., Any]:
             return kind(reads.answers.ask("item", x.item, sources))
         if reads.defers:
             raise _refuse(
-                "reads a number from the GPU, for the code to go on with. Return it with .item(), or compute "
+                "reads a number from the GPU that the step then uses. Return it with .item(), or compute "
                 "with the tensor"
             )
         return NotImplemented
@@ -120,7 +120,7 @@ def _conversion(kind: type) -> Callable[..., Any]:
 
 
 def _size(reads: DeviceReads, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Functions whose result has a size that is found on the device."""
+    """Handles functions whose output size is known only on the GPU."""
     if not _is_read(reads, x):
         return NotImplemented
     if func in (torch.where, Tensor.where) and (args or kwargs):
@@ -128,8 +128,8 @@ def _size(reads: DeviceReads, func: Any, x: Any, *args: Any, **kwargs: Any) -> A
     found = reads.ask(func, (x, *args), kwargs)
     if found is NotImplemented and reads.defers:
         raise _refuse(
-            f"calls {func.__name__}(), whose result has a size that is known only on the GPU. Compute it "
-            "outside of the step, or keep the size and mask the values: torch.where(mask, x, 0)"
+            f"calls {func.__name__}(), whose output size is known only on the GPU. Call it outside of the "
+            "step, or use a tensor of fixed size and a mask: torch.where(mask, x, 0)"
         )
     return found
 
@@ -147,7 +147,7 @@ def _repeat(reads: DeviceReads, func: Any, x: Any, *args: Any, **kwargs: Any) ->
 
 
 def _select(reads: DeviceReads, func: Any, x: Tensor, index: Any, *value: Any) -> Any:
-    """Rows by truth values, read or written."""
+    """Handles reads and writes of the rows that a bool mask selects."""
     parts = index if isinstance(index, tuple) else (index,)
     masks = [item for item in parts if isinstance(item, Tensor) and item.dtype == torch.bool and item.dim()]
     if not masks or not all(_is_read(reads, item) for item in (x, *masks)):
@@ -162,8 +162,8 @@ def _select(reads: DeviceReads, func: Any, x: Tensor, index: Any, *value: Any) -
             if not reads.defers or (value and not (isinstance(value[0], Tensor) and value[0].dim())):
                 return NotImplemented  # the version counter does not count such a write
             raise _refuse(
-                "selects by a mask that changes, and the number of rows is known only on the GPU. Multiply "
-                "by the mask instead, as edge weights do: `mask.float()`"
+                "selects rows by a mask that changes, and their number is known only on the GPU. Multiply by "
+                "the mask instead, for example with edge weights `mask.float()`"
             )
         places += reads.answers.ask("mask", functools.partial(part.nonzero, as_tuple=True), sources)
     result = func(x, tuple(places), *value)
@@ -173,7 +173,7 @@ def _select(reads: DeviceReads, func: Any, x: Tensor, index: Any, *value: Any) -
 
 
 def _from_host(reads: DeviceReads, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tensors of the host's numbers, which are copied to the device once."""
+    """Handles functions that make a tensor of Python numbers; it is copied to the device once."""
     data = args[-1:] if args else [kwargs.get("data")]
     device = args[0].device if isinstance(args[0] if args else None, Tensor) else kwargs.get("device")
     if device is None and not reads.supports(torch.device("cpu")):
@@ -186,7 +186,7 @@ def _from_host(reads: DeviceReads, func: Any, *args: Any, **kwargs: Any) -> Any:
         f"{func.__name__}{data!r}",
         lambda: func(*args, **kwargs),
         (),
-        "makes a tensor of numbers that change from call to call. Draw or compute them on the GPU",
+        "makes a tensor of Python numbers that change between calls. Compute the numbers on the GPU",
     )
     reads.origins.add(found, ())
     return found
@@ -222,7 +222,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
             Tensor.allclose,
             torch.allclose,
         ),
-        _value("decides by a value on the GPU. Use torch.where, or decide outside of the step"),
+        _value("branches on a value on the GPU. Use torch.where, or branch outside of the step"),
     ),
     **dict.fromkeys(
         (Tensor.__format__, Tensor.__repr__), _value("prints a tensor. Return it and print it after the step")

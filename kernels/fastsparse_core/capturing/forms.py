@@ -1,4 +1,4 @@
-"""Calls of a captured function, the forms that they have in common, and what is recorded of a form."""
+"""Calls of a captured function, groups of calls with the same form, and the records of a form."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Call:
         )
 
     def is_repeated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call with these arguments is this one: the same objects, as they were."""
+        """Whether these arguments are the same objects as in this call, and unchanged since."""
         if len(args) != len(self.args) or kwargs.keys() != self.kwargs.keys():
             return False
         for item, known in zip(args, self.args, strict=True):
@@ -61,16 +61,16 @@ class Call:
 
 
 class Form:
-    """A step with arguments of one kind, in one mode.
+    """Calls of a step that can share records: equal shapes, dtypes, numbers and mode (such as training).
 
     Attributes:
-        calls: how many there were.
-        varies: for every argument, whether it was another one in different calls.
-        seen: sizes of batches.
-        records: the newest first.
-        refusal: why it stays as it is; "" if it does not.
-        patience: after how many calls it is recorded.
-        difference: relative, of results and gradients with padding, when that was tried last.
+        calls: number of calls so far.
+        varies: for every argument, whether it differed between calls.
+        seen: sizes of the last batches.
+        records: the records, the newest first.
+        refusal: why the step is not recorded; "" if it may be.
+        patience: number of calls before recording.
+        difference: relative difference that padding made to results and gradients in the last trial.
     """
 
     def __init__(self, call: Call) -> None:
@@ -86,7 +86,7 @@ class Form:
         ]
 
     def observe(self, call: Call) -> None:
-        """Counts a call, and compares it with the last one."""
+        """Counts a call, and compares its arguments with those of the previous call."""
         self.calls += 1
         for nth, (last, argument) in enumerate(zip(self._last, call.arguments, strict=True)):
             if not all(x is y for x, y in zip(last, argument.tensors, strict=False)):
@@ -101,20 +101,21 @@ class Form:
 
 
 class Record:
-    """One recorded form: memory that it reads, and the graph.
+    """A recorded CUDA graph of a form, and the memory that the graph reads.
 
     Args:
-        call: one that fits.
-        varies: see `Form`.
-        capacity: for a batch.
+        call: a call of the form.
+        varies: as in `Form`.
+        capacity: numbers of nodes and edges that a padded batch has; None: nothing is padded.
 
     Attributes:
-        prepared: how often it ran.
-        answers: what its runs read from tensors that stay.
-        carried: tensors that one run makes and the next one uses.
-        modes: modules that train after it or do not, where the step decides that.
-        replay: launches the graph and gives its result, which the next launch overwrites; None: not yet.
-        difference: relative, of its first replay from a run, on trial.
+        prepared: number of runs before the recording.
+        answers: values that the runs read from tensors that never change.
+        carried: tensors that one run creates and the next run uses.
+        modes: training mode of every module after a run, if the step changes modes.
+        replay: launches the graph and returns the result, which the next launch overwrites; None: not
+            recorded yet.
+        difference: relative difference of the first replay from a plain run.
     """
 
     def __init__(self, call: Call, varies: list[bool], capacity: Capacity | None) -> None:
@@ -138,13 +139,13 @@ class Record:
 
     @property
     def given(self) -> tuple[list[Any], dict[str, Any]]:
-        """What the step is called with."""
+        """Positional and keyword arguments that the step gets."""
         values = [held.value for held in self.held]
         count = len(values) - len(self._names)
         return values[:count], dict(zip(self._names, values[count:], strict=True))
 
     def changed(self, call: Call) -> list[int]:
-        """Places of arguments that are others than when it was recorded, and were taken to stay."""
+        """Positions of arguments that were recorded as constants but have changed."""
         return [
             nth
             for nth, (held, argument) in enumerate(zip(self.held, call.arguments, strict=True))
@@ -152,7 +153,7 @@ class Record:
         ]
 
     def fits(self, call: Call) -> bool:
-        """Whether there is space for the call's batch."""
+        """Whether the call's batch fits into the capacity."""
         capacity, sizes = self.capacity, call.sizes
         if capacity is None or sizes is None:
             return True
@@ -161,25 +162,25 @@ class Record:
         return capacity.holds(sizes)
 
     def write(self, call: Call) -> None:
-        """Copies the call's arguments to where the step reads them."""
+        """Copies the call's arguments into the memory that the graph reads."""
         for held, argument in zip(self.held, call.arguments, strict=True):
             if not isinstance(held, Constant):
                 held.write(argument)
 
     def trimmed(self, result: Any, call: Call) -> Any:
-        """A result without rows of padding."""
+        """A result without the rows of the padding."""
         capacity, sizes = self.capacity, call.sizes
         if capacity is None or sizes is None:
             return result
         return tree_map(lambda item: capacity.cut(item, sizes) if isinstance(item, Tensor) else item, result)
 
     def run(self, step: Callable[..., Any], observed: Observed, defers: bool = False) -> Any:
-        """Runs a step on what is held, in the form that is recorded.
+        """Runs the step on the record's memory, in the way in which it is recorded.
 
         Args:
             step: the function.
-            observed: what it uses.
-            defers: whether numbers that it reads have no value yet.
+            observed: what the step uses.
+            defers: whether numbers that the step reads are read only after the run.
         """
         args, kwargs = self.given
         greatest = {place: value for held in self.held for place, value in held.greatest.items()}

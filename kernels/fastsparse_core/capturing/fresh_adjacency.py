@@ -1,4 +1,4 @@
-"""Structures that are made again by every replay of a CUDA graph: nothing of them is read from the device."""
+"""Structures that every replay of a CUDA graph builds again, without reading anything from the device."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from fastsparse_core.structure.construction import insert_loops
 class FreshAdjacency(Adjacency):
     """An edge list of a fixed size, sorted by destination on the device.
 
-    Rows are not cut, however long: how many slices there are would have to be read. Products and additive
-    and dot-product attention work on it; tensor-core formats and work lists of counted sizes do not.
+    Long rows are not cut into slices, because the number of slices would have to be read. Products, additive
+    attention and dot-product attention support this structure. Tensor-core formats, and work lists whose
+    length depends on the edges, are not available.
 
     Args:
         row: destinations, int32 or int64 (E,), within ``shape``.
         col: sources, like ``row``.
         shape: (num_dst, num_src).
-        edge_id: position of every entry among the values; None: in this order.
+        edge_id: position of every entry's value, int (E,); None: values have the order of the entries.
         is_sorted: whether destinations ascend.
     """
 
@@ -91,13 +92,13 @@ class FreshAdjacency(Adjacency):
     def of_edges(
         cls, run: StepRun, row: Tensor, col: Tensor, shape: tuple[int, int], duplicates: str, self_loops: str
     ) -> Adjacency:
-        """As :meth:`Adjacency.from_coo`, whose arguments were checked, except for the indices.
+        """Does what :meth:`Adjacency.from_coo` does, with checked options; indices are not checked.
 
         Loops that are to be dropped become entries of the last row, which is padding.
 
         Raises:
-            RuntimeError: how many entries there are would have to be read from the device, or there is no row
-                for padding.
+            RuntimeError: the number of entries would have to be read from the device, or there is no row of
+                padding.
         """
         if duplicates != "keep":
             raise RuntimeError(f"a recorded step cannot merge edges (duplicates={duplicates!r})")
@@ -111,7 +112,7 @@ class FreshAdjacency(Adjacency):
                 if not run.has_padding:
                     raise RuntimeError(
                         "a recorded step cannot replace self loops of edges that change and are not padded; "
-                        "pass a batch of the framework, or edges without loops and add_self_loops=False"
+                        "pass a batch of PyG or DGL, or edges without loops and add_self_loops=False"
                     )
                 is_loop = row == col
                 # Padded edges are spread over rows: if all wrote to one address, they would wait for each
@@ -147,15 +148,15 @@ class FreshAdjacency(Adjacency):
 
     @property
     def hybrid_rows(self) -> HybridRows:
-        """Refused, as all work lists that the host takes numbers of."""
+        """Raises an error, because the host would have to read the lengths of the work lists."""
         self._refuse("the algorithm 'hr'")
 
     def edge_groups(self, longest: int) -> RowSplit:
-        """Refused likewise."""
+        """Raises an error, because the host would have to read the number of groups."""
         self._refuse("edge groups")
 
     def _bsb(self) -> Any:
         self._refuse("tensor-core blocks")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise RuntimeError(f"a recorded step has no {what} of a structure that changes with every call")
+        raise RuntimeError(f"{what}: not available in a recorded step for edges that change with every call")

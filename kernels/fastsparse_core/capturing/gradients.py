@@ -1,4 +1,4 @@
-"""Gradients that outlive a replay, in memory that no CUDA graph uses for anything else."""
+"""Memory for gradients that replays of other CUDA graphs do not overwrite."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fastsparse_core.capturing.refused import Refused
 class GradientBuffers:
     """One tensor for the gradient of every parameter, which all records of a step write to.
 
-    Autograd allocates gradients where a graph is recorded, among what the graphs of a step share: the replay
-    of another one would overwrite them. So the last kernel of a record copies them here.
+    While a graph is recorded, autograd allocates gradients in the memory that all graphs of the step share. A
+    replay of another graph would overwrite them. So the last kernel of a record copies the gradients here.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class GradientBuffers:
         return iter([buffer for _, buffer in self._buffers.values()])
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The parameter's."""
+        """The tensor for the gradient of a parameter."""
         parameter_, buffer = self._buffers.get(id(parameter), (None, None))
         if (
             parameter_ is None
@@ -40,9 +40,7 @@ class GradientBuffers:
 
     @contextlib.contextmanager
     def held(self, parameters: Sequence[Tensor]) -> Iterator[RecordedGradients]:
-        """While a step is recorded in this context: gradients that are there are in the buffers.
-
-        They are there again after it, for a recording computes nothing.
+        """Context of a recording: present gradients are moved to the buffers and set again afterwards.
 
         Raises:
             Refused: a gradient is sparse.
@@ -59,8 +57,8 @@ class RecordedGradients:
     """The gradients of one record.
 
     Args:
-        parameters: of the step.
-        buffers: theirs.
+        parameters: the parameters of the step.
+        buffers: for every parameter, the tensor of `GradientBuffers`.
     """
 
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
@@ -69,7 +67,7 @@ class RecordedGradients:
         self._end = self._start
 
     def before_replay(self) -> None:
-        """Moves what is there to the buffers, which the record adds to."""
+        """Moves present gradients to the buffers, because the record adds to them."""
         for (parameter, buffer), is_there in zip(self._items, self._start, strict=True):
             gradient = parameter.grad
             if is_there and gradient is not None and gradient is not buffer:
@@ -79,7 +77,7 @@ class RecordedGradients:
                 parameter.grad = buffer
 
     def take(self) -> None:
-        """The last part of what is recorded: copies gradients that were allocated in it."""
+        """Last part of a recording: copies the gradients that it allocated to the buffers."""
         self._end = [parameter.grad is not None for parameter, _ in self._items]
         made = [
             (buffer, parameter.grad)
@@ -97,7 +95,7 @@ class RecordedGradients:
         self._set(self._end)
 
     def put_back(self) -> None:
-        """Sets them as they were before."""
+        """Sets the gradients that were present before the recording."""
         self._set(self._start)
 
     def _set(self, are_there: Sequence[bool]) -> None:

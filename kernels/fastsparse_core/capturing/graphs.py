@@ -1,4 +1,4 @@
-"""CUDA graphs: where they are recorded, the memory that they share, and what a failure leaves behind."""
+"""Records CUDA graphs: the stream, the shared memory pool, and the cleanup after a failed recording."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _T = TypeVar("_T")
 def record(
     job: Callable[[], _T], stream: torch.cuda.Stream, **options: Any
 ) -> tuple[torch.cuda.CUDAGraph, _T]:
-    """Records a job as a CUDA graph, and what it returns.
+    """Records a job as a CUDA graph; returns the graph and the job's result.
 
     Args:
-        job: called once, on that stream.
-        stream: one that the job ran on before: autograd would wait for another one.
-        options: of ``torch.cuda.graph``.
+        job: function without arguments, called once on ``stream``.
+        stream: a stream on which the job ran before. On another stream, autograd would wait for that one.
+        options: options of ``torch.cuda.graph``.
 
     Raises:
-        Exception: what the job raised; or a warning, that it gives the GPU nothing to do.
+        Exception: the error of the job, or PyTorch's warning if the job launches nothing on the GPU.
     """
     graph = torch.cuda.CUDAGraph()
     options.setdefault("pool", torch.cuda.graph_pool_handle())
@@ -47,11 +47,11 @@ def record(
 
 
 def _clean_up(stream: torch.cuda.Stream, pool: Any) -> None:
-    """Ends what PyTorch does not end where a recording was made invalid, as by ``loss.item()``.
+    """Resets PyTorch's state after a recording that failed, for example because of ``loss.item()``.
 
-    The allocator would take the pool for one that is recorded to (a second recording there fails, and memory
-    is looked up through the graph that is gone). Before PyTorch 2.12 the generator of random numbers would
-    believe that a graph is recorded, and refuse all draws: the next recording that succeeds ends that.
+    Without this, the allocator still allocates from the pool of the failed graph, and a second recording to
+    this pool fails. Before PyTorch 2.12, the random number generator also still expects a recording and
+    raises an error when it is used, until a recording succeeds. So an empty recording follows.
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     with contextlib.suppress(Exception):  # fails if PyTorch has already ended the recording to the pool
@@ -65,9 +65,9 @@ def _clean_up(stream: torch.cuda.Stream, pool: Any) -> None:
 
 
 class CudaGraphs:
-    """Where a function is recorded: one stream, and memory that all of its graphs share.
+    """Records the CUDA graphs of a function on one stream and in one memory pool.
 
-    Graphs overwrite each other's results in that memory, so the caller copies what it needs right after each
+    Graphs overwrite each other's results in the pool, so the caller copies the results right after each
     replay.
     """
 
@@ -78,7 +78,7 @@ class CudaGraphs:
 
     @staticmethod
     def supports(device: torch.device) -> bool:
-        """Whether work there can be recorded."""
+        """Whether CUDA graphs can be recorded on a device."""
         return device.type == "cuda"
 
     @staticmethod
@@ -87,7 +87,7 @@ class CudaGraphs:
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def beside(self, job: Callable[[], _T]) -> _T:
-        """Runs a job on the stream of the recordings, because autograd remembers streams; see `on_stream`."""
+        """Runs a job on the stream of the recordings; see `on_stream` for the reason."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         return on_stream(self._stream, job)
@@ -96,7 +96,7 @@ class CudaGraphs:
         """Records a job that `beside` ran before; returns a function that replays it, and the job's result.
 
         Raises:
-            Exception: see :func:`record`.
+            Exception: as :func:`record`.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -117,5 +117,5 @@ class CudaGraphs:
         return graph.replay, result
 
     def forget_memory(self) -> None:
-        """Graphs that are recorded from now on share no memory with earlier ones."""
+        """Makes later graphs use a new memory pool, which they do not share with earlier graphs."""
         self._pool = self._keeper = None

@@ -1,4 +1,4 @@
-"""Functions that mix all rows, without those of padding; and masks of tensors that stay, as indices."""
+"""Replaces functions that mix all rows by versions that ignore padding; stores masks as indices."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from fastsparse_core.ops._sum_of_rows import sum_of_rows
 
 
 class Masks:
-    """Bool tensors of nodes that a step was seen to index with, and their indices."""
+    """Bool tensors that a step indexes with, and the indices of their True entries."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def add(self, mask: Tensor) -> None:
-        """Reads a mask."""
+        """Reads the indices of a mask from the device and stores them."""
         self._known[id(mask)] = (mask, version_of(mask), mask.nonzero().flatten())
 
     def read_again(self) -> None:
-        """Reads all masks as they are now."""
+        """Reads the indices of all known masks again."""
         for mask, _, _ in list(self._known.values()):
             self.add(mask)
 
     def index_of(self, mask: Tensor) -> Tensor | None:
-        """The indices of a mask that was read, and is the same object with the same content."""
+        """The stored indices of a mask; None if it is unknown or was written to since."""
         known = self._known.get(id(mask))
         return None if known is None or known[0] is not mask or known[1] != version_of(mask) else known[2]
 
     def are_unchanged(self) -> bool:
-        """Whether nothing was written to the masks since."""
+        """Whether no known mask was written to since its indices were read."""
         return all(version_of(mask) == version for mask, version, _ in self._known.values())
 
 
@@ -56,16 +56,16 @@ class WithoutDropout(TorchFunctionMode):
 
 
 class MaskedFunctions(TorchFunctionMode):
-    """Runs a step in the form that is recorded.
+    """Mode in which a step runs for a recording: functions ignore padding and read nothing from the device.
 
     Args:
-        rows: of nodes and of edges, where they are padded.
-        greatest: the greatest index in a tensor of indices, by address of its storage, where it begins there,
-            and number of indices (-1, -1: any): what functions that count nodes or graphs would read from the
+        rows: which rows are padding, for every padded kind of nodes and edges.
+        greatest: the greatest index in an index tensor, by (address of its storage, offset, number of
+            indices); offset and number -1: any. Functions that count nodes or graphs would read it from the
             device.
-        masks: that the step was seen to use.
-        reads: what is read from the device; None: as PyTorch does.
-        carried: notes tensors of the run before that are used.
+        masks: the masks that the step indexes with.
+        reads: replaces functions that read from the device; None: they are not replaced.
+        carried: finds tensors that the previous run created.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class MaskedFunctions(TorchFunctionMode):
         self.masks = masks
 
     def greatest_of(self, index: Tensor) -> int | None:
-        """The greatest index there can be, if that is known."""
+        """The greatest index that a tensor may contain; None if it is not known."""
         address, first = index.untyped_storage().data_ptr(), index.storage_offset()
         places = [(address, first, size) for size in index.shape]
         known = [self.greatest[place] for place in places if place in self.greatest]
@@ -106,7 +106,7 @@ class MaskedFunctions(TorchFunctionMode):
 
 
 def is_mask(index: Any) -> bool:
-    """Whether an index selects rows by truth values, which the host would have to count."""
+    """Whether an index is a bool mask of rows, so that the host would have to count the selected rows."""
     return isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() == 1
 
 
@@ -121,21 +121,21 @@ def _item(mode: MaskedFunctions, func: Any, x: Tensor, index: Any) -> Any:
 
 
 def _indexed(mode: MaskedFunctions, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Functions of a dimension and an index."""
+    """Checks the index of functions with the arguments ``dim`` and ``index``."""
     given = dict(zip(("dim", "index"), args, strict=False)) | kwargs
     _check_capacity(mode, x, given.get("dim", 0), given.get("index"))
     return NotImplemented
 
 
 def _check_capacity(mode: MaskedFunctions, x: Any, dim: Any, index: Any) -> None:
-    """Refuses indices of padding into what has no row for it, which would end the process on a GPU."""
+    """Raises an error if indices of padding exceed a tensor, which would end the process on a GPU."""
     if not isinstance(index, Tensor) or index.is_floating_point() or not isinstance(x, Tensor):
         return
     greatest = mode.greatest_of(index) if isinstance(dim, int) else None
     if greatest is not None and x.dim() and x.size(dim) <= greatest:
         raise RuntimeError(
-            f"a tensor of shape {tuple(x.shape)} is indexed by a batch's nodes or edges, and has no row for "
-            "padding; readouts of the framework have"
+            f"a tensor of shape {tuple(x.shape)} is indexed by a batch's nodes or edges, but has no row for "
+            "the padding. Put it into the batch, or use readouts of PyG or DGL"
         )
 
 
@@ -179,7 +179,7 @@ def _batch_norm(
 def _linear(
     mode: MaskedFunctions, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Any:
-    """PyTorch's sum of a bias's gradient leaves a GPU idle: a tenth of a step of GIN on molecules."""
+    """Replaces PyTorch's slow sum for the gradient of a bias, a tenth of a step of GIN on molecules."""
     if not (
         bias is not None
         and bias.requires_grad
@@ -236,7 +236,7 @@ def _mean(mode: MaskedFunctions, func: Any, x: Tensor, *args: Any, **kwargs: Any
 def _padding_of(
     mode: MaskedFunctions, x: Tensor, dim: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor | None, Any]:
-    """Where the padding is that a reduction reads, and the number of other entries that it reads."""
+    """Mask of the padding in a reduction's input, and number of reduced entries without the padding."""
     rows = mode.rows.get(x.size(0)) if x.dim() else None
     dims = range(x.dim()) if dim is None or dim == () else dim if isinstance(dim, (tuple, list)) else (dim,)
     if rows is None:
@@ -254,7 +254,7 @@ def _padding_of(
 def _classes(
     mode: MaskedFunctions, func: Any, input: Tensor, target: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Losses that ignore an index: that of padding."""
+    """Computes a loss with ``ignore_index``: targets of padding get the ignored index."""
     rows = mode.rows.get(input.size(0))
     if rows is None or target.is_floating_point() or kwargs.get("reduction", "mean") == "none":
         return NotImplemented
@@ -266,7 +266,7 @@ def _classes(
 def _elementwise(
     mode: MaskedFunctions, func: Any, input: Tensor, target: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Losses of every number."""
+    """Computes an elementwise loss without the rows of the padding."""
     rows = mode.rows.get(input.size(0))
     reduction = kwargs.get("reduction", "mean")
     if rows is None or args or reduction not in ("mean", "sum") or input.shape != target.shape:

@@ -1,4 +1,4 @@
-"""Models whose forward and backward pass are a CUDA graph each, in a loop that stays as it is."""
+"""Models whose forward and backward pass are one CUDA graph each; the training loop does not change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _M = TypeVar("_M", bound=torch.nn.Module)
 
 
 def capture_model(model: _M) -> _M:
-    """Puts a :class:`CapturedModel` in the place of a model's forward method."""
+    """Replaces a model's forward method by a :class:`CapturedModel`; returns the model."""
     if isinstance(vars(model).get("forward"), CapturedModel):
         return model
     model.forward = CapturedModel(model)
@@ -26,10 +26,10 @@ def capture_model(model: _M) -> _M:
 
 
 class CapturedModel(Captured):
-    """A model's forward method; its backward pass is recorded next to it.
+    """Replays the forward pass of a model as a CUDA graph, and the backward pass as another one.
 
     Args:
-        model: whose ``forward`` it calls.
+        model: the model.
     """
 
     _defers = False
@@ -60,7 +60,7 @@ class CapturedModel(Captured):
         return result
 
     def _probe(self, result: Any) -> Any:
-        """Passes back gradients, which the loop would."""
+        """Runs the backward pass with arbitrary output gradients, because a trial has no loop that does."""
         wanted = [item for item in tree_leaves(result) if isinstance(item, Tensor) and item.requires_grad]
         if wanted:
             gradients = [torch.linspace(0.5, 1.5, item.numel()).to(item).view(item.shape) for item in wanted]
@@ -92,10 +92,10 @@ def _replay_of(
     """The function that replays the forward pass, and the backward pass when autograd reaches it.
 
     Args:
-        passes: both.
-        inputs: what gradients are of.
-        flat: what was returned when it was recorded.
-        spec: how that was put together.
+        passes: the graphs of both passes.
+        inputs: tensors that get gradients.
+        flat: leaves of the recorded result.
+        spec: structure of the recorded result.
     """
     are_outputs = [isinstance(item, Tensor) and item.requires_grad for item in flat]
     others = [None if is_output else item for item, is_output in zip(flat, are_outputs, strict=True)]
@@ -117,10 +117,10 @@ def _copy(item: Any) -> Any:
 
 
 class _Gradients:
-    """The gradients of a record, those of each dtype one behind the other: a copy of all is one launch.
+    """The gradients of a record, concatenated by dtype, so that one launch copies all of a dtype.
 
     Args:
-        gradients: as they were computed, in the recording.
+        gradients: gradients that were computed in the recording; None: no gradient.
     """
 
     def __init__(self, gradients: Sequence[Tensor | None]) -> None:
@@ -142,7 +142,7 @@ class _Gradients:
             self._joined.append((flat, shapes, [nth for nth, _ in pairs]))
 
     def copies(self) -> list[Tensor | None]:
-        """For everything that a replay has written, which the next one overwrites."""
+        """Copies of all gradients, because the next replay overwrites the originals."""
         found: list[Tensor | None] = [None] * self._number
         for nth, item in self._alone:
             found[nth] = item.clone()
@@ -154,7 +154,7 @@ class _Gradients:
 
 
 class _Passes:
-    """The two graphs of a record and what they read and write."""
+    """The two graphs of a record, and the tensors that they read and write."""
 
     def __init__(
         self,
@@ -185,8 +185,8 @@ class _Replay(torch.autograd.Function):
         passes = ctx.passes
         if ctx.call != passes.calls:
             raise RuntimeError(
-                "a captured model was called again before the backward pass of this call, and keeps what one "
-                "call needs; call backward() before the next call, or do not capture this model"
+                "a captured model was called again before the backward pass of this call, but it keeps the "
+                "tensors of one call; call backward() before the next call, or do not capture this model"
             )
         for held, item in zip(passes.incoming, incoming, strict=True):
             held.copy_(item)

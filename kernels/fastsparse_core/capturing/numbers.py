@@ -1,10 +1,10 @@
-"""Numbers that a step reads from the GPU: those that it only returns are read after its replay.
+"""Numbers that a step reads from the GPU: numbers that it only returns are read after the replay.
 
-A replay runs no Python, so ``return loss.item()`` can be recorded only if nothing else is done with the
-number. Two runs find that out. The first one is an ordinary call that gets :class:`TrackedFloat` and
-:class:`TrackedInt`, which are the numbers and note what is done with them. Later runs get a
-:class:`Number` in their place, which has no value yet. ``float(loss)`` has to give Python's own float, so
-functions that call ``float`` and ``int`` call `_float` and `_int` during these runs.
+A replay runs no Python, so ``return loss.item()`` can be recorded only if the step does not use the number.
+To find out, an ordinary call of the step gets :class:`TrackedFloat` and :class:`TrackedInt`, which record
+their uses. In later runs, each number is a :class:`Number`, which has no value yet. Python's ``float(loss)``
+cannot return one of these classes, so functions that call ``float`` and ``int`` call `_float` and `_int`
+during these runs.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _NAMES = {"float": "__captured_float__", "int": "__captured_int__"}
 
 
 class Reader(Protocol):
-    """What a run gives for a number that is read."""
+    """Decides what ``float(x)`` and ``int(x)`` return for a tensor."""
 
     def read(self, tensor: Tensor) -> Any:
-        """The number, or what stands for it."""
+        """The number in a tensor, or an object in its place."""
 
 
 _readers = threading.local()
@@ -51,7 +51,7 @@ _readers = threading.local()
 
 @contextlib.contextmanager
 def reading(reader: Reader) -> Iterator[None]:
-    """Makes ``float`` and ``int`` of patched functions ask a reader, in this thread."""
+    """Context in which ``float`` and ``int`` of patched functions call a reader, in this thread."""
     before = getattr(_readers, "current", None)
     _readers.current = reader
     try:
@@ -62,8 +62,8 @@ def reading(reader: Reader) -> Iterator[None]:
 
 def _refusal(line: str) -> Refused:
     return Refused(
-        f"the step goes on to use the number that it reads at {line}. Return the number and use it after the "
-        "step, or compute with the tensor"
+        f"the step uses the number that it reads at {line}. Return the number and use it after the step, or "
+        "compute with the tensor"
     )
 
 
@@ -71,10 +71,10 @@ def _refusal(line: str) -> Refused:
 
 
 class Tracker:
-    """The numbers of one call.
+    """Finds out whether a call uses the numbers that it reads.
 
     Attributes:
-        refusal: why a replay cannot do what was done with them; None: nothing was done.
+        refusal: why the step cannot be recorded; None: no number was used.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Tracker:
         self._tokens: list[tuple[weakref.ref[_Token], str]] = []
 
     def track(self, value: Any, line: str) -> Any:
-        """A number that notes what is done with it; truth values and others are taken as used."""
+        """Makes a number that records its uses. A bool or another value counts as used at once."""
         kind = {float: TrackedFloat, int: TrackedInt}.get(type(value))
         if kind is None:
             self.note(line)
@@ -94,7 +94,7 @@ class Tracker:
         return made
 
     def look(self, args: Any, kwargs: Any) -> None:
-        """Notes numbers among the arguments of a function of PyTorch."""
+        """Records the use of numbers among the arguments of a PyTorch function."""
         for item in (*args, *kwargs.values()):
             if isinstance(item, _TRACKED):
                 self.note(item.line)
@@ -102,7 +102,7 @@ class Tracker:
                 self.look(item, {})
 
     def note(self, line: str) -> None:
-        """Says that a number which was read there is used."""
+        """Records that the number which was read at a line is used."""
         if not self.is_over and self.refusal is None:
             self.refusal = _refusal(line)
 
@@ -138,7 +138,7 @@ class Tracker:
 
 
 class _Token:
-    """Lives as long as its number; integers take no weak references."""
+    """Lives as long as its number. Python's integers do not support weak references."""
 
 
 def _references(items: list[Any]) -> list[int]:
@@ -154,14 +154,14 @@ def _copy(item: Any) -> Any:
 
 
 def plain(item: Any) -> Any:
-    """A number of Python's own."""
+    """Converts a tracked number to Python's float or int."""
     if isinstance(item, TrackedFloat):
         return float.__float__(item)
     return int.__int__(item) if isinstance(item, TrackedInt) else item
 
 
 def _following(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Arithmetic on a number of the GPU; the result is one too."""
+    """Wraps arithmetic on a tracked number, so that the result is tracked too."""
 
     def follow(self: Any, *args: Any) -> Any:
         found = method(self, *args)
@@ -190,7 +190,7 @@ def _methods(kind: type) -> dict[str, Any]:
 
 
 class TrackedFloat(float):
-    """A number that was read, while its tracker runs; later it is like any other."""
+    """A float that was read from the GPU. It records its uses as long as its tracker runs."""
 
     tracker: Tracker
     line: str
@@ -201,7 +201,7 @@ class TrackedFloat(float):
 
 
 class TrackedInt(int):
-    """Likewise."""
+    """An int that was read from the GPU. It records its uses as long as its tracker runs."""
 
     tracker: Tracker
     line: str
@@ -221,12 +221,12 @@ for _kind, _base in ((TrackedFloat, float), (TrackedInt, int)):
 
 
 class Number:
-    """A number that is read later: a tensor's, or what arithmetic makes of such.
+    """A number that is read later: the number in a tensor, or the result of arithmetic on such numbers.
 
     Args:
-        function: gives the value, of the values of the others.
-        args: numbers.
-        line: where it was read.
+        function: computes the value from the values of ``args``.
+        args: numbers, each a Python number or a `Number`.
+        line: the user's line that reads it.
     """
 
     __slots__ = ("args", "function", "line")
@@ -235,7 +235,7 @@ class Number:
         self.function, self.args, self.line = function, args, line
 
     def value(self) -> Any:
-        """As it is now."""
+        """The present value."""
         return self.function(*[item.value() if isinstance(item, Number) else item for item in self.args])
 
     def __round__(self, *digits: Any) -> Number:
@@ -270,12 +270,12 @@ for _name in (*_USES, "complex", "iter", "len", "getitem", "contains", "reduce_e
 
 
 def number_of(tensor: Tensor) -> Number:
-    """What stands for the number in a tensor of one element."""
+    """Makes a `Number` for a tensor with one element."""
     return _Read(tensor.detach(), current_line())
 
 
 class _Read(Number):
-    """The number that a tensor has at the end of a run."""
+    """The number in a tensor at the end of a run."""
 
     __slots__ = ("tensor", "version")
 
@@ -285,10 +285,10 @@ class _Read(Number):
 
 
 def check(number: Number) -> None:
-    """Refuses a number whose tensor was written to after it was read.
+    """Checks that the tensor of a number was not written to after the step read it.
 
     Raises:
-        Refused: it was.
+        Refused: the tensor was written to.
     """
     if isinstance(number, _Read) and number.version != version_of(number.tensor):
         raise Refused(f"the step writes to the tensor that it reads at {number.line}. Read a copy of it")
@@ -324,9 +324,10 @@ _HELPERS = {"__captured_float__": _float, "__captured_int__": _int}
 
 
 def patched(code: CodeType) -> CodeType:
-    """The code with calls of ``float`` and ``int`` replaced, also in functions within it; itself without any.
+    """Replaces calls of ``float`` and ``int`` in a code object and in functions within it.
 
-    Before Python 3.11 the instruction that reads a global does not say whether it is called: nothing changes.
+    Before Python 3.11, nothing is replaced: the instruction that reads a global does not show whether it is
+    called.
     """
     if sys.version_info < (3, 11):
         return code
@@ -348,10 +349,10 @@ def patched(code: CodeType) -> CodeType:
 
 
 class Callers:
-    """Functions of the user that were seen to call ``float`` or ``int`` on a tensor, and their callers.
+    """The user's functions that called ``float`` or ``int`` on a tensor, and the callers of these functions.
 
     Args:
-        step: the outermost one.
+        step: the step.
     """
 
     def __init__(self, step: Any) -> None:
@@ -360,7 +361,7 @@ class Callers:
         self._codes: set[CodeType] = set()
 
     def add(self, frame: FrameType | None) -> None:
-        """Notes the functions of a frame and of those below it, as far as they are the user's."""
+        """Adds the user's functions among a frame and its callers."""
         while frame is not None and not frame.f_globals.get("__name__", "").startswith("fastsparse_core.cap"):
             if is_of_user(frame) and frame.f_code not in self._codes:
                 self._codes.add(frame.f_code)
@@ -370,7 +371,7 @@ class Callers:
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """Replaces ``float`` and ``int`` in them."""
+        """Context in which calls of ``float`` and ``int`` in these functions are replaced."""
         changed = []
         try:
             for function in self._functions.values():

@@ -1,4 +1,4 @@
-"""What a step uses: found while it runs as it is, needed before it can be recorded."""
+"""Finds out what a step uses while the step runs unchanged, before it is recorded."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 class Observed:
-    """What was seen so far.
+    """What the calls of a step have used so far.
 
     Args:
         step: the function that is watched.
-        supports: whether graphs are recorded on a device.
+        supports: whether graphs can be recorded on a device.
 
     Attributes:
-        devices: of the tensors that it computes with.
-        persistent: tensors of integers that stay.
-        callers: functions that make numbers of tensors.
-        optimizers: that made a step.
-        masks: bool tensors that indexed others.
-        differentiates: whether autograd was called.
-        schedules: whether a scheduler of learning rates made a step.
-        rounds: whether some of it is computed in 16 bits without autocast.
-        autocasts: whether some of it runs under autocast.
+        devices: devices of the tensors in its computations.
+        persistent: integer and bool tensors that do not change.
+        callers: functions that convert tensors to numbers.
+        optimizers: optimizers whose ``step()`` was called.
+        masks: bool tensors that were used as indices.
+        differentiates: whether the step called autograd.
+        schedules: whether the step called a learning rate scheduler.
+        rounds: whether some operations ran in 16 bits without autocast.
+        autocasts: whether some operations ran under autocast.
     """
 
     def __init__(
@@ -59,19 +59,19 @@ class Observed:
         self._parameters: list[Tensor] | None = None
 
     def add_module(self, module: torch.nn.Module) -> None:
-        """Notes a module, and so its parameters."""
+        """Adds a module and its parameters."""
         if not any(module is other for other in self.modules):
             self._modules.append(weakref.ref(module))
             self._parameters = None
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """Those that were called and live on; some are made for one call."""
+        """The modules that were called and still exist; some exist only during one call."""
         return [module for reference in self._modules if (module := reference()) is not None]
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Trainable ones of the modules and optimisers, each once."""
+        """The trainable parameters of the modules and optimizers, each once."""
         if self._parameters is None:
             found: dict[int, Tensor] = {}
             for module in self.modules:
@@ -82,7 +82,7 @@ class Observed:
         return self._parameters
 
     def buffers(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Those of the modules that hold numbers, running means with their variances."""
+        """Pairs of a module's floating buffer and, for a running mean, its running variance, else None."""
         return [
             (item, getattr(module, "running_var", None) if name == "running_mean" else None)
             for module in self.modules
@@ -91,11 +91,11 @@ class Observed:
         ]
 
     def origins(self) -> Origins:
-        """Which tensors of a run that starts now are the same in every run."""
+        """An `Origins` for a run that starts now."""
         return Origins(self.persistent.now())
 
     def modes(self) -> list[tuple[torch.nn.Module, bool]]:
-        """Which modules train, of those that were called or switched in the step."""
+        """Training mode of every module that the step called or switched."""
         switched = [module for reference in self._switched if (module := reference()) is not None]
         return [(module, module.training) for module in (*self.modules, *switched)]
 
@@ -110,7 +110,7 @@ class Observed:
 
     @contextlib.contextmanager
     def watching(self, tracker: Tracker | None = None) -> Iterator[None]:
-        """Notes what runs in this context, and what is done with numbers that it reads."""
+        """Context that records what the step uses; with a tracker, also how it uses numbers that it reads."""
         scheduled, train = LRScheduler.step, torch.nn.Module.train
 
         def switch(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +181,7 @@ class _Watching(TorchFunctionMode):
         return result
 
     def read(self, tensor: Tensor) -> Any:
-        """The number in a tensor, for ``float`` and ``int``."""
+        """The number in a tensor, for patched calls of ``float`` and ``int``."""
         value = tensor.item()
         if self._tracker is None or not self._is_followed(tensor):
             return value
@@ -191,7 +191,7 @@ class _Watching(TorchFunctionMode):
         return self._observed.supports(tensor.device) and self._origins.of(tensor) is None
 
     def _number(self, func: Any, x: Tensor, value: Any, frame: FrameType) -> Any:
-        """A number that the user's code reads; other code that reads numbers is met in the trial."""
+        """Tracks a number that the user's code reads. Reads by other code show up in the trial run."""
         if not is_of_user(frame) or not self._is_followed(x):
             return value
         if func in (Tensor.__float__, Tensor.__int__):

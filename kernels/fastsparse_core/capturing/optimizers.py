@@ -1,4 +1,4 @@
-"""Optimisers of steps that are recorded: what they decide on the host is kept in tensors."""
+"""Optimizers of recorded steps: settings that they would read on the host are kept in tensors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _CHANGED = ("capturable", "fused", "foreach")
 
 
 class RecordedOptimizer:
-    """An optimiser whose steps a CUDA graph can repeat: its learning rates are tensors, where they can be.
+    """An optimizer whose steps a CUDA graph can repeat. Its learning rates are tensors if it supports that.
 
-    Schedulers and assignments change them as before. Other settings are part of the record; so is the
-    learning rate of optimisers that read it on the host.
+    Schedulers and assignments change learning rates as before. All other settings are constants of the
+    record, and so are the learning rates of optimizers that read them on the host.
 
     Args:
-        optimizer: whose state exists.
-        supports: whether graphs are recorded on a device.
+        optimizer: an optimizer whose state exists already.
+        supports: whether graphs can be recorded on a device.
 
     Raises:
-        Refused: replays would not do what its steps do.
+        Refused: a replay would not repeat the optimizer's step.
     """
 
     def __init__(self, optimizer: Optimizer, supports: Callable[[torch.device], bool]) -> None:
@@ -74,14 +74,14 @@ class RecordedOptimizer:
         return made
 
     def _move_scalars(self, state: dict[str, Any], device: torch.device) -> None:
-        """Numbers of a parameter's state that the host would read, as its count of steps."""
+        """Moves numbers of a parameter's state, such as its step count, from the CPU to the GPU."""
         for name, item in state.items():
             if isinstance(item, Tensor) and item.dim() == 0 and item.is_cpu and device.type != "cpu":
                 state[name] = item.to(device=device, dtype=torch.float32)
                 self._moved.append((state, name))
 
     def restore(self) -> None:
-        """Gives back the settings that it had, except for what was changed since."""
+        """Restores the optimizer's original settings, except those that were changed since."""
         self.optimizer._step_supports_amp_scaling = self._scales  # type: ignore[attr-defined]
         for group, before, rate in zip(self.optimizer.param_groups, self._before, self._rates, strict=False):
             for name in _CHANGED:
@@ -104,7 +104,7 @@ class RecordedOptimizer:
         ]
 
     def is_as_recorded(self) -> bool:
-        """Whether nothing changed but learning rates that are tensors."""
+        """Whether the settings are those of the record; learning rates in tensors may differ."""
         groups = self.optimizer.param_groups
         return (
             len(groups) == len(self._rates)
@@ -113,7 +113,7 @@ class RecordedOptimizer:
         )
 
     def write(self) -> None:
-        """Puts learning rates that were assigned as numbers where the record reads them."""
+        """Copies learning rates that were assigned as numbers into the tensors that the record reads."""
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             given = group["lr"]
             if rate is not None and given is not rate:

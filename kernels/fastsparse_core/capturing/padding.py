@@ -1,16 +1,15 @@
-"""Batches padded to sizes of a record: where rows of padding are, and what they hold.
+"""Pads batches to the sizes of a record: which rows are padding, and their content.
 
-Padding is a graph of its own: nodes that copy the batch's first one, with edges among themselves. So
-whatever a layer does per node, edge or graph has a meaning there too, and reaches nothing else. What mixes
-all rows has a masked version that leaves them out (`masked_functions`).
+The padding is a separate graph: its nodes are copies of the batch's first node, and its edges connect only
+these nodes. So layers can process the padding like any graph, and it does not influence other nodes.
+Functions that mix all rows have masked versions that ignore the padding (`masked_functions`).
 
-With sampled neighbours, every hop is padded separately, so that layers may leave hops out, as PyG's
-``trim_to_layer`` does. Rows of two seeds and three neighbours, with space for four and five:
+Batches of sampled neighbours are padded hop by hop, because layers may drop hops, as PyG's ``trim_to_layer``
+does. For example, two seeds with capacity 4 and three neighbours with capacity 5 are stored as follows:
 
-    hop    0  0  0  0  1  1  1  1  1
-    taken  0  1  0  0  2  3  4  0  0
-           seeds |     neighbours |
-                 padding          padding
+    hop   0     0     0        0        1          1          1          1        1
+    node  0     1     0        0        2          3          4          0        0
+          seed  seed  padding  padding  neighbour  neighbour  neighbour  padding  padding
 """
 
 from __future__ import annotations
@@ -39,13 +38,14 @@ _NONE: tuple[list[int], list[int]] = ([0], [])
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many nodes and edges a batch has, by type, and by hop where it consists of sampled neighbours.
+    """Numbers of nodes and edges of a batch by type, and also by hop if neighbours were sampled.
 
     Attributes:
-        nodes: of every node type, those of every hop, seeds first; or all.
-        edges: of every edge type, those of every hop, whose destinations are in the hop before; or all.
-        ends: of every edge type, the types of sources and destinations, by their place in ``nodes``.
-        starts: on the CPU, where the nodes of every graph begin, and their number; None: not known.
+        nodes: for every node type, the number of nodes per hop, seeds first; one number without hops.
+        edges: for every edge type, the number of edges per hop, ordered by the hop of their destinations; one
+            number without hops.
+        ends: for every edge type, positions of its source and destination types in ``nodes``.
+        starts: first node of every graph, then the number of nodes, on the CPU; None: not known.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -55,31 +55,34 @@ class Sizes:
 
     @property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
-        """Those of all node types, then of all edge types."""
+        """Numbers of all node types, then of all edge types."""
         return self.nodes + self.edges
 
     @cached_property
     def largest_graph(self) -> int:
-        """How many nodes it has; 0: not known."""
+        """Number of nodes of the largest graph; 0: not known."""
         starts = self.starts
         return 0 if starts is None or starts.numel() < 2 else int(starts.diff().max())
 
 
 @dataclass(frozen=True)
 class Capacity(Sizes):
-    """How many nodes and edges there is space for. No two sums of the first hops are equal, and all are odd.
+    """Numbers of nodes and edges to which batches are padded.
+
+    For every type, the numbers of rows of the first hop, of the first two hops, and so on are odd, and they
+    differ from those of all other types. So the number of rows of a tensor tells what its rows are.
 
     Attributes:
-        spare: of every node type, how many nodes of every hop, the last ones, are always padding: edges of
-            padding connect them.
-        largest: nodes of the largest graph, two or three times a power of two; 0: not known.
+        spare: for every node type, the number of nodes at the end of every hop that are always padding. The
+            padding's edges connect these nodes.
+        largest: upper limit for the nodes of one graph, two or three times a power of two; 0: not known.
     """
 
     spare: tuple[tuple[int, ...], ...] = ()
     largest: int = 0
 
     def holds(self, sizes: Sizes) -> bool:
-        """Whether a batch of those sizes fits."""
+        """Whether a batch of these sizes fits, including the nodes that are always padding."""
         spare = self.spare + tuple((0,) * len(hops) for hops in self.edges)
         return all(
             count + least <= capacity
@@ -88,12 +91,12 @@ class Capacity(Sizes):
         )
 
     def doubled(self) -> Capacity:
-        """Much more capacity."""
+        """A capacity with twice as many nodes and edges."""
         nodes, edges = ([[2 * size for size in hops] for hops in kind] for kind in (self.nodes, self.edges))
         return _capacity(nodes, edges, self.ends, self.nodes, 2 * self.largest)
 
     def cut(self, tensor: Tensor, sizes: Sizes) -> Tensor:
-        """The batch's rows of a tensor with rows of padding."""
+        """Removes the rows of the padding from a tensor of a padded batch."""
         for capacities, counts in zip(self.kinds, sizes.kinds, strict=True):
             ends = list(itertools.accumulate(capacities))
             if tensor.dim() and tensor.size(0) in ends:
@@ -105,7 +108,7 @@ class Capacity(Sizes):
 
 
 def capacity_for(seen: Sequence[Sizes]) -> Capacity:
-    """Capacity for batches like those seen, and somewhat larger ones."""
+    """The capacity for batches like those seen so far, and for somewhat larger ones."""
     nodes = _columns([sizes.nodes for sizes in seen])
     edges = _columns([sizes.edges for sizes in seen])
     ends = seen[-1].ends
@@ -139,7 +142,7 @@ def _rounded_up(size: int) -> int:
 
 
 def _columns(kinds: Sequence[tuple[tuple[int, ...], ...]]) -> list[list[tuple[int, ...]]]:
-    """What all batches have, of every type and hop."""
+    """The numbers of all batches, for every type and hop."""
     return [list(zip(*hops, strict=True)) for hops in zip(*kinds, strict=True)]
 
 
@@ -154,7 +157,7 @@ def _capacity(
     spare: tuple[tuple[int, ...], ...],
     largest: int,
 ) -> Capacity:
-    """Capacity of at least those sizes: rows of all kinds are distinguished by their number."""
+    """A capacity of at least the given sizes, rounded up so that all sums over first hops are different."""
     sums: set[int] = set()
     made: list[tuple[int, ...]] = []
     for sizes in (*nodes, *edges):
@@ -172,12 +175,12 @@ def _capacity(
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of tensors with so many rows are the batch's.
+    """Which rows of a padded tensor belong to the batch.
 
     Attributes:
-        capacity: number of rows.
-        mask: bool (capacity,).
-        count: how many are the batch's, float32 ().
+        capacity: number of rows of the tensor.
+        mask: whether a row belongs to the batch, bool (capacity,).
+        count: number of rows that belong to the batch, float32 ().
     """
 
     capacity: int
@@ -186,17 +189,17 @@ class Rows:
 
 
 class Places:
-    """Where the rows of a batch are in memory with space for more.
+    """Positions of the rows of a padded batch, for one type of nodes or edges.
 
     Args:
-        capacity: number of rows, by hop.
-        device: of the tensors.
+        capacity: number of rows per hop.
+        device: device of the tensors.
 
     Attributes:
-        starts: the first row of every hop, and the number of all.
-        mask: bool, which rows are the batch's.
-        ends: float32, ends of the hops in the batch.
-        rows: those of the first hop, of the first two, ...
+        starts: first row of every hop, then the number of rows.
+        mask: whether a row belongs to the batch, bool (rows,).
+        ends: number of the batch's rows up to the end of every hop, float32 (hops,).
+        rows: the `Rows` of the first hop, of the first two hops, and so on.
     """
 
     def __init__(self, capacity: Sequence[int], device: torch.device) -> None:
@@ -209,16 +212,16 @@ class Places:
 
 
 class BatchPlaces:
-    """Where the nodes and edges of a batch are.
+    """Positions of all nodes and edges of a padded batch.
 
     Args:
-        capacity: for them.
-        device: of the tensors.
+        capacity: numbers of nodes and edges.
+        device: device of the tensors.
 
     Attributes:
-        device: of the tensors.
-        nodes: places of the nodes of every type.
-        edges: places of the edges of every type.
+        device: device of the tensors.
+        nodes: the `Places` of every node type.
+        edges: the `Places` of every edge type.
     """
 
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
@@ -230,7 +233,7 @@ class BatchPlaces:
 
     @property
     def rows(self) -> list[Rows]:
-        """Of all nodes and edges."""
+        """The `Rows` of all node types, then of all edge types."""
         return [rows for places in (*self.nodes, *self.edges) for rows in places.rows]
 
     def write(
@@ -239,14 +242,15 @@ class BatchPlaces:
         edges: Sequence[tuple[Tensor, Tensor]],
         rows: Sequence[tuple[Tensor, Tensor, Places]] = (),
     ) -> None:
-        """Copies a batch; nothing waits, and a type of nodes and one of edges share a launch.
+        """Copies a batch into padded memory, without waiting. One launch copies a node type and an edge type.
 
         Args:
-            sizes: how many there are of everything.
-            edges: of every edge type, the padded ones and the batch's, (2, E) int32 or int64, between
-                nodes as numbered in the batch; those of padding connect padding.
-            rows: tensors with a row per node or per edge, of all hops or of the first ones: the padded
-                one, the batch's, and their places. Rows of padding copy the first one.
+            sizes: numbers of nodes and edges of the batch.
+            edges: for every edge type, the padded edges (written) and the edges of the batch, both (2, E)
+                int32 or int64. Ends are numbers of nodes in the batch; they are converted to padded numbers.
+            rows: for every tensor with a row per node or edge (of all hops or the first ones): the padded
+                tensor (written), the tensor of the batch, and their `Places`. Padding gets copies of the
+                first row.
         """
         nodes, of_edges = (
             [
@@ -293,7 +297,7 @@ class BatchPlaces:
             )
 
     def _edges_of_padding(self, nth: int) -> Tensor:
-        """Edges for all places, which connect spare nodes.
+        """Edges between the spare nodes, for all positions of an edge type.
 
         Destinations ascend in every hop; no edge is a loop.
         """

@@ -1,4 +1,4 @@
-"""Why a step stays as it is, in words for the user."""
+"""Error messages about steps that cannot be recorded."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ cures: dict[str, str] = {}
 
 
 class Refused(Exception):
-    """Why a step stays as it is."""
+    """The step cannot be recorded; the message is the reason."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Message for the user about an error that ended a trial or a recording."""
+    """The reason that the user is told if an error ended a trial or a recording."""
     if isinstance(error, torch.OutOfMemoryError):
         return "there is not enough memory to record it"
     if "CUDA Graph is empty" in str(error):
-        return "the step runs nothing on the GPU"
+        return "it runs nothing on the GPU"
     lines = _lines_of(error.__traceback__)
     for name, line in lines:
         if name in cures:
@@ -35,12 +35,12 @@ def reason_of(error: BaseException) -> str:
     at = f"{lines[-1][1]} cannot be recorded" if lines else "it cannot be recorded"
     return (
         f"{at} ({type(error).__name__}: {text}). Usual causes: numbers or sizes that are read from the GPU, "
-        "tensors that are copied from the CPU or made of numbers there"
+        "and tensors that are copied from the CPU or made of Python numbers"
     )
 
 
 def _is_ours(trace: TracebackType | None) -> bool:
-    """Whether FastSparse itself raised an error: its text says what to do."""
+    """Whether FastSparse itself raised an error. Its message then says what to do."""
     module = ""
     for frame, _ in traceback.walk_tb(trace):
         module = frame.f_globals.get("__name__", "")
@@ -48,7 +48,7 @@ def _is_ours(trace: TracebackType | None) -> bool:
 
 
 def _lines_of(trace: TracebackType | None) -> list[tuple[str, str]]:
-    """Names of the functions that were running, and the last line of the user that led there."""
+    """For every function of a traceback, its name and the user's last line before it."""
     found, line = [], ""
     for frame, number in traceback.walk_tb(trace):
         if is_of_user(frame):

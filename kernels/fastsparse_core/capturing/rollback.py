@@ -1,4 +1,4 @@
-"""A step that is run on trial: whatever it writes is put back."""
+"""Runs a step on trial: afterwards, everything that it wrote is restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class _Rollback(TorchDispatchMode):
-    """Keeps what memory held before operators write to it, of memory that was there before."""
+    """Saves the content of memory before operators write to it, unless it was allocated in this mode."""
 
     #: Operators check whether a mode watches them; this mode need not see inside them.
     is_harmless = True
@@ -52,7 +52,7 @@ class _Rollback(TorchDispatchMode):
         return result
 
     def keep(self, kept: Tensor | torch.UntypedStorage) -> None:
-        """Keeps what a tensor or its memory holds now."""
+        """Saves the present content of a tensor's memory."""
         storage = _storage(kept) if isinstance(kept, Tensor) else kept
         born = self._born.get(storage._cdata)
         if (born is None or born.expired()) and storage._cdata not in self._kept:
@@ -60,11 +60,11 @@ class _Rollback(TorchDispatchMode):
 
     @property
     def written(self) -> list[torch.UntypedStorage]:
-        """The memory that was there before."""
+        """The memory whose content is saved."""
         return [storage for storage, _ in self._kept.values()]
 
     def undo(self) -> None:
-        """Puts everything back."""
+        """Restores the saved content."""
         for storage, before in self._kept.values():
             storage.copy_(before)
 
@@ -79,20 +79,20 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 @dataclass
 class Deferred:
-    """The value of a number that was read at the end of a run."""
+    """The value of a `Number`, read at the end of a run."""
 
     value: float
 
 
 @dataclass
 class Trial:
-    """What a job did that was undone.
+    """Effects of a job that were undone.
 
     Attributes:
-        results: copies of the tensors among its results, and of its other results.
-        buffers: copies of modules' buffers, each with the length that differences are relative to.
-        gradients: copies of the parameters' gradients.
-        written: memory that it wrote to, and that was there before.
+        results: results of the job; tensors are copied.
+        buffers: copies of modules' buffers, each with the norm that differences are divided by.
+        gradients: copies of the parameters' gradients; zeros if there is none.
+        written: memory that the job wrote to and did not allocate itself.
     """
 
     results: list[Any]
@@ -103,14 +103,14 @@ class Trial:
 
 @dataclass
 class State:
-    """What a job may change besides the memory that operators write to.
+    """State that a job may change in other ways than by operators that declare their writes.
 
     Attributes:
-        parameters: whose gradients it may replace.
-        buffers: to be compared, running means with their variances; batch normalisation writes to them
-            without saying so.
-        modes: modules, and whether they train.
-        devices: where it draws random numbers, besides the CPU.
+        parameters: parameters whose gradients it may replace.
+        buffers: buffers to compare, running means with their variances. Batch normalisation writes to them
+            without declaring it.
+        modes: modules and their training mode.
+        devices: GPUs whose random number generators it may use.
     """
 
     parameters: list[Tensor]
@@ -123,12 +123,12 @@ class State:
 def _undone(
     state: State, keeps: Iterable[Tensor | torch.UntypedStorage] = (), only_failures: bool = False
 ) -> Iterator[_Rollback]:
-    """Undoes what is done in this context.
+    """Context at whose end all changes are undone.
 
     Args:
-        state: what may change.
-        keeps: what is written to besides without saying so, as the replay of a CUDA graph does.
-        only_failures: undoes it where an exception leaves the context.
+        state: state that may change.
+        keeps: further memory that is written to without an operator, as by the replay of a CUDA graph.
+        only_failures: whether to undo changes only if an exception leaves the context.
     """
     rollback, gradients = _Rollback(), [parameter.grad for parameter in state.parameters]
     for kept in (*(buffer for buffer, _ in state.buffers), *keeps):
@@ -150,14 +150,14 @@ def _undone(
 
 
 def set_modes(modes: Iterable[tuple[torch.nn.Module, bool]]) -> None:
-    """Sets which modules train."""
+    """Sets the training mode of modules."""
     for module, trains in modes:
         if module.training is not trains:
             module.training = trains
 
 
 def _random_states(devices: Iterable[torch.device]) -> Callable[[], None]:
-    """Gives back the states of all generators when it is called, those of Python and NumPy too."""
+    """Returns a function that restores the present states of all generators, also Python's and NumPy's."""
     devices = [device for device in devices if device.type == "cuda"]
     numpy: Any = sys.modules.get("numpy.random")
     states = [torch.cuda.get_rng_state(device) for device in devices]
@@ -177,7 +177,7 @@ def _random_states(devices: Iterable[torch.device]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def other_random_numbers() -> Iterator[None]:
-    """The host draws other numbers in this context than before it: a recording keeps what it draws."""
+    """Context in which the host's generators have other seeds: a recording keeps numbers from the host."""
     restore = _random_states([])
     torch.default_generator.manual_seed(torch.initial_seed() + 1)
     random.seed(random.random())
@@ -190,7 +190,7 @@ def other_random_numbers() -> Iterator[None]:
 
 
 def undone_if_it_fails(job: Callable[[], _T], state: State) -> _T:
-    """Runs a job; what an exception leaves half done is undone."""
+    """Runs a job; if it raises an exception, its changes are undone."""
     with _undone(state, only_failures=True):
         return job()
 
@@ -198,15 +198,15 @@ def undone_if_it_fails(job: Callable[[], _T], state: State) -> _T:
 def on_trial(
     job: Callable[[], Any], state: State, keeps: Iterable[Tensor | torch.UntypedStorage] = ()
 ) -> Trial:
-    """Runs a job and undoes what it did to tensors, gradients, modes and generators of random numbers.
+    """Runs a job and undoes its changes of tensors, gradients, modes and random number generators.
 
     Args:
-        job: called once.
-        state: what it may change.
-        keeps: what it writes to besides without saying so, as the replay of a CUDA graph does.
+        job: function without arguments, called once.
+        state: state that the job may change.
+        keeps: further memory that the job writes to without an operator, as by the replay of a CUDA graph.
 
     Raises:
-        Exception: of the job.
+        Exception: the error of the job.
     """
     with _undone(state, keeps) as rollback:
         results = [_result(item) for item in tree_leaves(job())]
@@ -231,7 +231,10 @@ def _result(item: Any) -> Any:
 
 
 def difference(one: Trial, other: Trial) -> tuple[float, str]:
-    """The greatest relative difference of two trials, and of what; gradients relative to the longest."""
+    """The greatest relative difference of two trials, and where it is.
+
+    Differences of gradients are divided by the largest norm of all gradients.
+    """
     if len(one.results) != len(other.results):
         return float("inf"), "the number of results"
     worst, where = 0.0, ""
@@ -248,7 +251,7 @@ def difference(one: Trial, other: Trial) -> tuple[float, str]:
 
 
 def _between(x: Any, y: Any) -> tuple[float, str]:
-    """The difference of two results."""
+    """The relative difference of two results, and where it is."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         if x.shape != y.shape:
             return float("inf"), f"a result's shape, {tuple(y.shape)} instead of {tuple(x.shape)}"
@@ -277,5 +280,5 @@ def _relative(x: Tensor, y: Tensor, norm: float) -> float:
 
 
 def _norm(x: Tensor) -> float:
-    """Only of the finite numbers: with a gradient scaler, numbers may overflow, in both results."""
+    """Norm of the finite numbers; with a gradient scaler, numbers may overflow in both results."""
     return float(x.double().nan_to_num(0, 0, 0).norm())

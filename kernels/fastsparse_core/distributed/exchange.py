@@ -74,10 +74,10 @@ class Transfer:
 class HaloExchange:
     """Which rows each rank sends to which other rank.
 
-    The halo of a rank is a list of nodes of other ranks, ordered by position: first those of rank 0, then
-    those of rank 1, ... It has the neighbours of the rank's rows. If most nodes are neighbours, it has all
-    nodes of the other ranks: then rows need not be copied for every rank, and gradients return in whole
-    blocks.
+    The halo of a rank is a list of nodes of other ranks, ordered by position: first nodes of rank 0, then of
+    rank 1, and so on. It contains the neighbours of the rank's rows. If most nodes are neighbours, the halo
+    contains all nodes of the other ranks. Then rows need not be copied for every rank, and gradients return
+    in whole blocks.
 
     Attributes:
         group: the processes; None: all.
@@ -100,12 +100,13 @@ class HaloExchange:
         """Tells every rank which rows it must send. Collective.
 
         Args:
-            needed: bool (num_nodes,), for every position whether its node belongs to another rank and is a
+            needed: bool (num_nodes,): for every position, whether the node belongs to another rank and is a
                 neighbour of this rank's rows.
             starts: position of every rank's first node, then the number of nodes.
             rank: of this process in the group.
             group: the processes; None: all.
-            send: which rows: those that are needed, or all; ``"auto"``: all if at least 80 % are needed.
+            send: which rows are sent: ``"needed"``, ``"all"``, or ``"auto"``: all if at least 80 % are
+                needed.
         """
         self.group = group
         self.rank = rank
@@ -243,7 +244,7 @@ class HaloExchange:
 
 
 def column_tiles(width: int, count: int) -> list[slice]:
-    """Divides columns into at most ``count`` tiles, which have one width except for the last.
+    """Divides columns into at most ``count`` tiles of equal width; the last one may be narrower.
 
     The width is a multiple of 64, the number of columns that kernels gather per pass over a structure.
     Narrower tiles have a multiple of 16, so that their rows start at multiples of 32 bytes in every dtype.
@@ -332,12 +333,12 @@ class HaloFeatures:
     In the forward pass, the local product runs between the start and the first of :meth:`tiles`. The product
     with a tile of the halo runs while the next tile is sent. The backward pass has the reverse order: the
     gradient of the last tile is computed first, :class:`_Arrive` starts to send it back, and it is sent while
-    the gradient of the tile before is computed. :class:`_Leave` waits for all of them, after the gradient of
-    the local product.
+    the gradient of the previous tile is computed. :class:`_Leave` waits for all transfers, after the gradient
+    of the local product.
 
-    Use it as a context manager. If a product fails, it waits for the open transfers before the exception
-    leaves the context. Otherwise, a cycle through autograd's graph would keep the features alive forever, or
-    the memory of an open message would be freed, and gloo would close the connection.
+    Use this class as a context manager. If a product fails, the context waits for the open transfers before
+    it passes on the exception. Without this wait, a cycle through autograd's graph would keep the features
+    alive forever, or the memory of an open message would be freed, and gloo would close the connection.
     """
 
     def __init__(
@@ -348,7 +349,7 @@ class HaloFeatures:
         Args:
             exchange: which rows each rank sends.
             x: floating (num_local, F), the features.
-            dtype: in which features and gradients are sent; None: the dtype of the features.
+            dtype: dtype in which features and gradients are sent; None: the dtype of the features.
             tiles: largest number of tiles; the same on all ranks.
         """
         self.exchange = exchange
@@ -368,7 +369,7 @@ class HaloFeatures:
                 self.finish(tile)
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields the columns of every tile and the halo's features in them; can be called once only.
+        """Yields the columns of every tile and the halo's features in these columns. Call it only once.
 
         The features are (num_halo, columns), contiguous, differentiable, and in the dtype of the local
         features.
@@ -394,13 +395,13 @@ def _refuse_second_derivatives() -> None:
     # terms.
     if torch.is_grad_enabled():
         raise NotImplementedError(
-            "create_graph: expected False, got True; features that are exchanged between processes have "
-            "first derivatives only"
+            "create_graph: expected False, got True; features that are exchanged between processes do not "
+            "support second derivatives"
         )
 
 
 class _Leave(torch.autograd.Function):
-    """Starts the exchange; backward: ends the exchange of the gradients and adds them up."""
+    """Forward: starts the exchange of features. Backward: ends the exchange of gradients and adds them up."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: HaloFeatures) -> tuple[Tensor, ...]:
@@ -423,7 +424,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """Ends the exchange of a tile; backward: starts that of its gradients."""
+    """Forward: ends the exchange of a tile. Backward: starts the exchange of the tile's gradients."""
 
     @staticmethod
     def forward(ctx: Any, arriving: Tensor, way: HaloFeatures, tile: int) -> Tensor:

@@ -26,11 +26,10 @@ def all_reduce_gradients(
     The loss :math:`L_r` of each process must be its share of the whole loss: the sum over local rows, divided
     by the number of all rows. Then the result is the gradient that one GPU with the whole graph would have.
     (DDP also divides by the number of processes.) 16-bit gradients are summed in float32, others in their
-    dtype, with one message per dtype. All processes must call it with the same parameters.
+    dtype, with one message per dtype. All processes must call this function with the same parameters.
 
-    A process may have no gradient for a parameter, for example if its part of the graph has no edges of a
-    type. It gets the sum of the other processes. If no process has a gradient, the parameter stays without
-    one.
+    If a process has no gradient for a parameter, for example because its part of the graph has no edges of a
+    type, it gets the sum of the other processes. If no process has a gradient, the gradient stays None.
 
     Args:
         parameters: a model, or a list of parameters; those that need no gradient are ignored.
@@ -60,7 +59,7 @@ def all_reduce_gradients(
 
 
 def _check_parameters(parameters: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Raises an error if parameters differ; the processes would wait forever, or add unrelated gradients."""
+    """Raises an error if the processes passed different parameters, because sums would hang or be wrong."""
     if not parameters:
         return
     kinds = tuple(f"{tuple(it.shape)} of {it.dtype}" for it in parameters)

@@ -1,4 +1,4 @@
-"""A cache for one result: it belongs to the last tensor that was passed."""
+"""A cache for one result, which was computed from the last tensor that was passed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class Latest(Generic[T]):
-    """The result for the last tensor, as long as that tensor lives and is not edited.
+    """Caches the result for the last tensor, as long as that tensor exists and is not edited.
 
-    Computing a result is a collective operation. So if the tensor of one rank is replaced or edited, those of
-    all ranks must be.
+    Computing a result is a collective operation. So if one rank replaces or edits its tensor, all ranks must
+    do so.
     """
 
     def __init__(self) -> None:

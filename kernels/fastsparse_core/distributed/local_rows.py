@@ -139,7 +139,7 @@ def _renumber(
 
 
 def columns_of(rows: Adjacency, *, own: bool) -> Adjacency:
-    """The entries whose column is one of the rank's own nodes; without ``own``, those of other ranks."""
+    """The entries whose column is one of the rank's own nodes; with ``own=False``, all other entries."""
     num_local, num_columns = rows.shape
     kept = rows.col < num_local if own else rows.col >= num_local
     before = torch.zeros(rows.num_edges + 1, dtype=torch.int64, device=rows.device)
@@ -192,7 +192,7 @@ def columns_of_rank(
 
 
 def check_ends(row: Tensor, col: Tensor, num_nodes: int) -> None:
-    """Raises an error unless both are node ids, of the same length and on the same device."""
+    """Raises an error unless both tensors contain node ids, and have the same length and device."""
     for name, index in (("row", row), ("col", col)):
         if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
             kind = index.dtype if isinstance(index, Tensor) else type(index).__name__

@@ -49,12 +49,12 @@ class PartitionedAdjacency(Adjacency):
     .. math::
         \mathbf{Y}_r = \mathbf{A}_{rr} \mathbf{X}_r + \mathbf{A}_{rh} \mathbf{X}_h
 
-    with :math:`\mathbf{X}_r` the features of the rank's own nodes and :math:`\mathbf{X}_h` those of its halo:
-    the neighbours of its nodes that other ranks own. For a layer it is a square structure (local nodes, local
-    nodes): inputs and outputs are features of the rank's own nodes. The operators
-    (:func:`fastsparse_core.spmm`, ``sddmm``, ``edge_softmax``, the attentions) fetch the halo in the forward
-    pass and return its gradients in the backward pass. Degrees are those of the whole graph. Edge values are
-    those of the rank's edges.
+    :math:`\mathbf{X}_r` are the features of the rank's own nodes. :math:`\mathbf{X}_h` are the features of
+    the halo: the neighbours of these nodes that other ranks own. A layer sees a square structure (local
+    nodes, local nodes): inputs and outputs are features of the rank's own nodes. The operators
+    (:func:`fastsparse_core.spmm`, ``sddmm``, ``edge_softmax``, the attentions) receive the halo in the
+    forward pass and return its gradients in the backward pass. Degrees are those of the whole graph. Edge
+    values are those of the rank's edges.
 
     In ``spmm``, features are exchanged during the product with :math:`\mathbf{A}_{rr}`, and gradients during
     the product with its transpose. Wide features are sent in tiles of columns: the product of
@@ -62,16 +62,15 @@ class PartitionedAdjacency(Adjacency):
     a row at once, so it waits for the exchange and uses the concatenated rows. Results are those of one
     process up to rounding, and have the same bits in every run, because no atomics are used.
 
-    Its construction and all operators on it are collective: all processes must call them in the same order.
-    It cannot be transposed, saved or moved. PyG's and DGL's own code and ``ssd`` do not support it.
+    The constructors and all operators are collective: all processes must call them in the same order. The
+    structure cannot be transposed, saved or moved. PyG's and DGL's own code and ``ssd`` do not support it.
 
     Attributes:
-        rows: structure (local nodes, local nodes + halo); columns are renumbered: own nodes first, then the
-            halo.
+        rows: structure (local nodes, local nodes + halo); its columns are the own nodes, then the halo.
         exchange: which rows each rank sends to which other rank.
         partition: owners of all nodes.
         rank: of this process in the group.
-        halo_dtype: dtype in which features and gradients are sent; None: their own.
+        halo_dtype: dtype in which features and gradients are sent; None: the dtype that they have.
         overlap: whether spmm computes with local columns while features of other ranks are received.
         tiles: number of tiles of columns in which features are sent; None: :meth:`num_tiles` chooses.
         cache_inputs: whether features of other ranks that need no gradient are received only once.
@@ -153,18 +152,19 @@ class PartitionedAdjacency(Adjacency):
             group: the processes, as many as the partition has parts; None: all.
             self_loops: as for :meth:`Adjacency.from_coo`. Values follow the kept edges, then the loops.
             group_rows: as for :meth:`Adjacency.from_coo`.
-            halo_dtype: dtype in which features and gradients are sent; None: their own, so that results are
-                those of one process. A 16-bit dtype halves the bytes of float32 features and rounds them.
+            halo_dtype: dtype in which features and gradients are sent; None: the dtype that they have, so
+                results are those of one process. A 16-bit dtype halves the bytes of float32 features and
+                rounds the features.
             overlap: whether the exchange runs during the local product. False: one product over all columns
                 after the exchange.
             tiles: largest number of tiles of columns in which features are sent; None: :meth:`num_tiles`
                 chooses.
             cache_inputs: whether spmm keeps the received rows of features that need no gradient. In
-                full-graph training, the first layer aggregates the same features in every step, so they are
-                then sent only once. The kept rows take memory. If one rank changes its features, in place or
-                by a new tensor, all ranks must.
-            send: which rows are sent to a rank: ``"needed"``: those that its edges read; ``"all"``: all;
-                ``"auto"``: all if at least 80 % are needed.
+                full-graph training, the first layer aggregates the same features in every step; with this
+                option they are sent only once. The kept rows take memory. If one rank changes its features,
+                in place or by a new tensor, all ranks must do so.
+            send: which rows are sent to a rank: ``"needed"``: the rows that the rank's edges read; ``"all"``:
+                all rows; ``"auto"``: all if at least 80 % are needed.
 
         Raises:
             TypeError: an argument is not an integer tensor.
@@ -311,11 +311,11 @@ class PartitionedAdjacency(Adjacency):
         return self._built.get("halo", lambda: columns_of(self.rows, own=False))
 
     def row(self) -> Tensor:
-        """Not supported: entries refer to nodes of other ranks, which only the operators can use."""
+        """Raises an error, because entries refer to nodes of other ranks; only operators can use them."""
         _unsupported("the ends of its edges")
 
     def t(self, *, valued: bool = True) -> Adjacency:
-        """Not supported: the transpose's rows are on other ranks.
+        """Raises an error, because the rows of the transpose are on other ranks.
 
         Args:
             valued: as in :meth:`Adjacency.t`.
@@ -337,7 +337,7 @@ class PartitionedAdjacency(Adjacency):
         return own + self.exchange.add_up(received, own.dtype)
 
     def has_empty_rows(self) -> bool:
-        """Whether some destination of the whole graph has no edge: the same on all ranks."""
+        """Whether some destination of the whole graph has no edge. The result is the same on all ranks."""
         return self._has_empty_rows
 
     def _survey(self) -> tuple[PartitionStatistics, bool]:
@@ -389,7 +389,7 @@ class PartitionedAdjacency(Adjacency):
 
         Args:
             features: floating (local nodes, ...) each; cast under autocast, unless ``exact``.
-            exact: whether to send them in their own dtype and ignore ``halo_dtype``.
+            exact: whether to send the features in their own dtype and ignore ``halo_dtype``.
         """
         given = [x for x in features if x is not None]
         for x in given:
@@ -486,10 +486,10 @@ class PartitionedAdjacency(Adjacency):
         """Number of tiles of columns in which spmm sends features, the same on all ranks.
 
         The product with one tile of the halo runs while the next tile is sent, so only the last product runs
-        after the exchange. If ``tiles`` is not given, there is one tile without ``overlap``. There is also
-        one tile if, by a rough estimate, the local product takes as long as the exchange on every rank: more
-        tiles would hide nothing, and cost copies. Otherwise there is one tile per 64 columns, at most 4, of
-        at least 32 MiB on some rank.
+        after the exchange. The number is ``tiles`` if that is given. It is 1 without ``overlap``, and also
+        if, by a rough estimate, the local product takes as long as the exchange on every rank: more tiles
+        would hide nothing, and cost copies. Otherwise it is one tile per 64 columns, but at most 4, and each
+        of at least 32 MiB on some rank.
 
         Args:
             width: features per node.
@@ -566,7 +566,7 @@ class PartitionedAdjacency(Adjacency):
         """
         if torch.empty(0, device=device).device == self.device:
             return self
-        _unsupported("a move to another device (build it from edges on that device)")
+        _unsupported("copy on another device (build it from edges on that device)")
 
     def __getstate__(self) -> dict[str, Any]:
         _unsupported("pickling (build it on every rank)")
@@ -586,6 +586,6 @@ class PartitionedAdjacency(Adjacency):
 def _unsupported(what: str) -> NoReturn:
     raise NotImplementedError(
         f"a PartitionedAdjacency has no {what}: it supports spmm, sddmm, edge_softmax and attention, and "
-        "layers made of them. PyG's and DGL's own code, ssd (MaxK layers) and explanations need the whole "
-        "graph"
+        "layers that use only these operators. PyG's and DGL's own code, ssd (MaxK layers) and explanations "
+        "need the whole graph"
     )

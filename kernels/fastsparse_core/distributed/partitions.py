@@ -34,7 +34,7 @@ class Partition:
 
     Attributes:
         starts: position of the first node of every rank, then the number of nodes; (num_parts + 1).
-        order: node at every position, int64 (num_nodes,); None: the nodes' own order.
+        order: node at every position, int64 (num_nodes,); None: position and node id are equal.
         method: name of the method, for display.
 
     Raises:
@@ -243,7 +243,7 @@ def partition(
     found = _metis()
     if found is None:
         raise ImportError(
-            "method='metis': needs pymetis, pyg-lib or torch-sparse, and none of them can be imported; "
+            "method: 'metis' needs pymetis, pyg-lib or torch-sparse, and none of them can be imported; "
             "install one (pip install pymetis), or use method='contiguous'"
         )
     ends = (

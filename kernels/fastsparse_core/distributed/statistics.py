@@ -20,10 +20,10 @@ class PartitionStatistics:
     """How well a graph is divided; lists have an entry per rank.
 
     Attributes:
-        rows: number of nodes.
-        edges: number of edges that end at these nodes.
-        halo_edges: number of these edges that start at nodes of other ranks.
-        halo_rows: number of nodes of other ranks whose features are received.
+        rows: number of nodes of the rank.
+        edges: number of edges that end at the rank's nodes.
+        halo_edges: number of edges that also start at nodes of other ranks.
+        halo_rows: number of nodes of other ranks whose features the rank receives.
 
     Example:
         >>> from fastsparse_core.distributed import PartitionStatistics
@@ -55,7 +55,7 @@ class PartitionStatistics:
 
 
 def tiles_that_pay(facts: PartitionStatistics, width: int, itemsize: int, sent: int) -> int:
-    """See :meth:`PartitionedAdjacency.num_tiles`.
+    """Chooses the number of tiles for :meth:`PartitionedAdjacency.num_tiles`.
 
     Args:
         facts: statistics of the partition.

@@ -37,14 +37,14 @@ def infer(
 
     Args:
         model: module, or list of layers and functions.
-        framework: the plugin's.
+        framework: what the plugin provides.
         adj: structure of the graph.
         x: (num_nodes, ...).
         name: name of the features' argument, for messages.
         device: where layers are computed; None: the model's device.
         rows: nodes whose results are wanted, ids or a mask; None: all.
         out: tensor or array for the results; None: a new tensor.
-        memory: bytes of the device's memory that may be in use; None: all free memory.
+        memory: limit of used device memory in bytes, including memory in use already; None: no limit.
         tile: largest number of destinations per tile; None: as many as fit.
         group: processes that divide the destinations; None: only this process.
 
@@ -57,8 +57,8 @@ def infer(
         raise ValueError(f"graph: expected as many destinations as sources, got shape {adj.shape}")
     if adj.is_partitioned:
         raise ValueError(
-            "graph: expected a whole graph, got a PartitionedAdjacency; give every process the whole graph "
-            "and group=torch.distributed.group.WORLD"
+            "graph: expected a whole graph, got a PartitionedAdjacency; pass the whole graph and "
+            "group=torch.distributed.group.WORLD in every process"
         )
     features = _as_tensor(x, name)
     if not features.is_floating_point() or features.dim() < 2 or features.size(0) != adj.num_dst:
@@ -74,7 +74,9 @@ def infer(
         if number is not None and operator.index(number) < 1:
             raise ValueError(f"{what}: expected a positive number or None, got {number}")
     if group is not None and not dist.is_initialized():
-        raise ValueError("group: expected None without processes; call torch.distributed.init_process_group")
+        raise ValueError(
+            "group: expected None, because torch.distributed is not initialized; initialize it first"
+        )
     rows = _checked_rows(rows, adj.num_dst)
     target = None if out is None else _checked_out(out)
     edges, num_nodes = small_graph()
@@ -86,7 +88,7 @@ def infer(
 
 
 def _as_tensor(x: Any, name: str) -> Tensor:
-    """A tensor on the memory of an array, which may be a mapped file."""
+    """The features as a tensor, which shares the memory of a NumPy array."""
     if isinstance(x, np.ndarray):
         with warnings.catch_warnings():
             # For read-only arrays, such as files mapped for reading; features are never written to.
@@ -103,9 +105,9 @@ def _checked_out(out: Any) -> Tensor:
     """The tensor for the results.
 
     Raises:
-        TypeError: it is neither a tensor nor an array, or not floating-point.
-        ValueError: the array is read-only. PyTorch would write to it anyway, and writing to a file that is
-            mapped for reading kills the process.
+        TypeError: ``out`` is neither a tensor nor an array, or is not floating-point.
+        ValueError: the array is read-only. PyTorch would write to it anyway, and a write to a file that is
+            mapped read-only ends the process.
     """
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError(

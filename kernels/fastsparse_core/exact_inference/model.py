@@ -1,4 +1,4 @@
-"""Which layers a model consists of, and what it computes between them."""
+"""Finds the layers of a model, and what the model computes between them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ _ACTIVATIONS: tuple[_Function, ...] = (
 
 @dataclass(frozen=True)
 class Framework:
-    """What a plugin knows of its layers.
+    """Functions of a plugin that know its layers.
 
     Attributes:
         is_layer: whether a module is a graph layer.
-        stage: a graph layer, with its name, as tiles compute it.
-        call: a graph layer, or a model, on the small graph and features of its nodes.
-        reshapes: what models do with a layer's result, for all layers but the last, and the last.
-        preserved: context in which calls leave nothing in layers.
+        stage: makes the `Stage` of a graph layer from its name and the layer.
+        call: calls a graph layer or a model with the small graph and the given features.
+        reshapes: pairs of functions that models apply to results of layers: of every layer except the last,
+            and of the last layer; None: no function.
+        preserved: context in which calls do not change the caches of layers.
     """
 
     is_layer: Callable[[Any], bool]
@@ -59,7 +60,7 @@ class Framework:
 
 @dataclass(frozen=True)
 class _Part:
-    """A graph layer, or none, and functions of rows behind it."""
+    """A graph layer, or None, and the row-wise functions that follow it."""
 
     name: str
     layer: Any
@@ -76,20 +77,19 @@ def split(
 ) -> list[Stage]:
     """The stages of a model, or of a list of layers and functions.
 
-    The model's own result on a small graph says what it computes between its layers. Each stage is compared
-    with its layer there, too.
+    The functions between the layers of a model are found by trying usual functions: their result on a small
+    graph must equal the model's. Each stage is also compared with its layer on the small graph.
 
     Args:
         model: module, list or tuple.
-        framework: the plugin's.
-        like: (N, ...) features, of whose shape and dtype the small graph's are.
-        device: where the model is.
+        framework: functions of the plugin.
+        like: features (N, ...); those of the small graph get their width and dtype.
+        device: device of the model.
         small: structure of the small graph, on which ``framework.call`` computes.
 
     Raises:
-        TypeError: an item of the list is no layer and cannot be called.
-        ValueError: the model does something else than its layers one after the other, or a layer cannot be
-            computed in tiles.
+        TypeError: an item of the list is neither a layer nor callable.
+        ValueError: the model is not a chain of its layers, or a layer cannot be computed in tiles.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(small.num_dst, *like.shape[1:], generator=generator)
@@ -110,7 +110,7 @@ def split(
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Puts a model, or the modules of a list, into evaluation mode, and back.
+    """Context in which a model, or the modules of a list, are in evaluation mode.
 
     Args:
         model: module or iterable.
@@ -163,8 +163,8 @@ def _of_model(model: Module, framework: Framework, x: Tensor) -> list[_Part]:
         expected = framework.call(model, x)
     except Exception as error:
         raise ValueError(
-            f"model: expected a forward() of features and graph alone, but it raised {type(error).__name__} "
-            f"({error}); {cure}"
+            f"model: expected a forward() that takes only features and graph, but it raised "
+            f"{type(error).__name__} ({error}); {cure}"
         ) from error
     # Rounding to 16 bits hides the difference between similar activations.
     compared = _in_float32(model, framework, x) if x.element_size() <= 2 else None
@@ -180,15 +180,16 @@ def _of_model(model: Module, framework: Framework, x: Tensor) -> list[_Part]:
         if isinstance(expected, Tensor) and _is_close(found, expected, _OF_FORMS):
             return parts
     raise ValueError(
-        "model: its forward() computes something else than its graph layers one after the other, with "
-        f"normalisation and activation between them; {cure}"
+        "model: expected a forward() that calls its graph layers one after the other, with normalisation and "
+        f"activation between them, but its result differs; {cure}"
     )
 
 
 def _in_float32(model: Module, framework: Framework, x: Tensor) -> tuple[Module, Tensor, Any] | None:
-    """A float32 copy of a model, the features, and its result; None: it has to be compared as it is.
+    """A float32 copy of a model and of the features, and the copy's result.
 
-    That is the case if it cannot be copied, or if its forward() converts to its own dtype.
+    Returns:
+        None if the model cannot be copied, or its forward() does not run in float32.
     """
     try:
         exact, features = copy.deepcopy(model).float(), x.float()
@@ -210,7 +211,7 @@ def _layers_of(model: Module, framework: Framework) -> list[_Part]:
 
 
 def _forms(model: Module, layers: list[_Part], framework: Framework) -> Iterator[list[_Part]]:
-    """What a model may compute between its layers, the usual first."""
+    """Candidates for what a model computes between its layers, the usual ones first."""
     own = [getattr(model, name, None) for name in _ACTIVATION_NAMES]
     activations = [act for act in own if callable(act)] + list(_ACTIVATIONS)
     norms = _norms_of(model, len(layers), framework)
@@ -282,16 +283,16 @@ def _checked(parts: Sequence[_Part], framework: Framework, x: Tensor, small: Adj
             rounding = 4 * change.max().item() if change.numel() else 0.0
         if not _is_close(found, expected, loose, rounding):
             raise ValueError(
-                f"model: {part.name}, with the functions behind it, gives other results when it is computed "
-                "from a node and its neighbours alone, as layers of several hops and normalisation over all "
-                "nodes do. Compute these outside of inference()"
+                f"model: {part.name}, with the functions that follow it, gives other results when it is "
+                "computed from a node and its neighbours alone. Usual causes: layers of several hops, "
+                "normalisation over all nodes. Compute these outside of inference()"
             )
         yield stage
         x = expected
 
 
 def _whole(part: _Part, framework: Framework, x: Tensor) -> Any:
-    """What the framework's layer and the functions behind it make of all nodes."""
+    """Result of the framework's layer and the functions that follow it, for all nodes at once."""
     result = x if part.layer is None else framework.call(part.layer, x)
     return part.finish(result) if isinstance(result, Tensor) else result
 
@@ -308,7 +309,7 @@ def _stage_of(part: _Part, framework: Framework) -> Stage:
 
 
 def _is_close(found: Tensor, expected: Tensor, loose: float, rounding: float = 0.0) -> bool:
-    """Whether rows are the same up to a share of their largest number and a difference by rounding."""
+    """Whether rows are equal up to a tolerance, relative to their largest number, plus ``rounding``."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     a, b = found.double().flatten(1), expected.double().flatten(1)
@@ -322,7 +323,7 @@ def _is_close(found: Tensor, expected: Tensor, loose: float, rounding: float = 0
 def small_graph() -> tuple[Tensor, int]:
     """Edges (2, E) of the small graph, sources and destinations, and its number of nodes.
 
-    Every node has incoming edges. There are loops, repeated edges and edges of one direction only.
+    Every node has incoming edges. There are loops, repeated edges and edges without a reverse edge.
     """
     generator = torch.Generator().manual_seed(0)
     num_nodes = 12

@@ -1,4 +1,4 @@
-"""Layers of a model over all nodes of a graph, one after the other, in tiles of destinations."""
+"""Computes the layers of a model for all nodes of a graph, layer by layer, in tiles of destinations."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _memory_share: Callable[[torch.device], float] = getattr(
 
 
 class Graph:
-    """A whole graph, and numbers per node from which tiles select theirs.
+    """A whole graph, and derived numbers per node, such as degrees, which tiles index.
 
     Args:
-        adj: structure, square.
-        device: where the numbers are wanted.
+        adj: square structure.
+        device: device of the numbers.
     """
 
     def __init__(self, adj: Adjacency, device: torch.device) -> None:
@@ -60,11 +60,11 @@ class Graph:
         self._found: dict[Hashable, Tensor] = {}
 
     def numbers(self, key: Hashable, build: Callable[[Adjacency], Tensor]) -> Tensor:
-        """What ``build`` makes of the structure, on the device; made once.
+        """The result of ``build`` for the structure, on the device, cached.
 
         Args:
-            key: name of it.
-            build: called at most once.
+            key: name of the result in the cache.
+            build: computes the numbers; called at most once per key.
         """
         if key not in self._found:
             self._found[key] = build(self.adj).to(self._device)
@@ -76,13 +76,13 @@ class Tile:
     """Some destinations and all of their neighbours.
 
     Attributes:
-        adj: structure, (num_dst, num_src).
-        sources: (num_src, ...) features of the columns. Where ``source_ids`` is given, the destinations are
-            the first ones.
-        own: (num_dst, ...) features of the destinations.
-        ids: int64 (num_dst,), the destinations.
-        source_ids: int64 (num_src,), the columns; None: all nodes.
-        graph: that it was cut from.
+        adj: structure (num_dst, num_src).
+        sources: features of the columns, (num_src, ...). If ``source_ids`` is given, the first columns are
+            the destinations.
+        own: features of the destinations, (num_dst, ...).
+        ids: node ids of the destinations, int64 (num_dst,).
+        source_ids: node ids of the columns, int64 (num_src,); None: all nodes.
+        graph: the whole graph.
     """
 
     adj: Adjacency
@@ -93,7 +93,7 @@ class Tile:
     graph: Graph
 
     def of_sources(self, factor: Tensor) -> Tensor:
-        """The factors of the columns.
+        """Selects the factors of the columns.
 
         Args:
             factor: (num_nodes,), one per node of the graph.
@@ -103,18 +103,20 @@ class Tile:
 
 @dataclass(frozen=True)
 class Stage:
-    """A layer of a model as tiles compute it.
+    """How tiles compute a layer of a model.
 
     Attributes:
-        name: for messages.
-        compute: what it makes of a tile, and of the tile's sums if they are there, (num_dst, ...).
-        reads: ``"own"``: only the features of the destinations. ``"sources"``: it works on every source of
-            a tile, which are gathered first. ``"columns"``: it only sums sources, and a tile may
+        name: name of the layer, for messages.
+        compute: computes the results (num_dst, ...) from a tile and, if they were computed before, the tile's
+            sums.
+        reads: features that it reads: ``"own"``: only those of the destinations. ``"sources"``: those of the
+            tile's sources, which are gathered first. ``"columns"``: it only sums sources, so a tile may also
             have the features of all nodes.
-        adds_loops: whether the structure has a loop on every destination in place of its own loops.
-        reads_out_degree: whether out-degrees of a tile's structure are read: they are the whole graph's.
-        sums: the sums over neighbours, (num_dst, width), that the layer begins with. A column of them depends
-            on that column of the sources alone. None: it begins otherwise.
+        adds_loops: whether every destination gets one loop, in place of its own loops.
+        reads_out_degree: whether it reads out-degrees, which must be those of the whole graph.
+        sums: if the layer begins with sums over neighbours: computes these sums, (num_dst, width). Each
+            column of the sums depends only on the same column of the sources. None: it does not begin with
+            sums.
     """
 
     name: str
@@ -127,13 +129,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where inference runs, and what it may take.
+    """Device, memory limit and processes of an inference.
 
     Attributes:
-        device: where layers are computed.
-        memory: bytes of the device's memory that may be in use; None: what is free.
-        tile: destinations of a tile; None: as many as fit.
-        group: processes that divide the destinations; None: this one alone.
+        device: device that computes the layers.
+        memory: limit of used device memory in bytes; None: no limit.
+        tile: number of destinations per tile; None: as many as fit.
+        group: processes that divide the destinations; None: only this process.
     """
 
     device: torch.device
@@ -142,7 +144,7 @@ class Placement:
     group: Any = None
 
     def free(self) -> int:
-        """Bytes that may still be taken."""
+        """Bytes that may still be allocated."""
         if self.device.type != "cuda":
             return _CPU_BYTES if self.memory is None else self.memory
         taken = torch.cuda.memory_allocated(self.device)
@@ -152,10 +154,10 @@ class Placement:
         return free if self.memory is None else min(free, self.memory - taken)
 
     def fits(self, size: int) -> bool:
-        """Whether the device has space for that many bytes, and for tiles.
+        """Whether the device has memory for ``size`` bytes in addition to tiles.
 
         Args:
-            size: in bytes.
+            size: number of bytes.
         """
         return self.device.type != "cuda" or size <= (1 - _KEPT_FOR_TILES) * self.free()
 
@@ -170,10 +172,10 @@ class _Rows:
     """Features of some nodes.
 
     Attributes:
-        data: (num_rows, ...).
-        ids: int64, ascending, whose they are; None: those of all nodes.
-        place: int32 (num_nodes,), the row of each of them; None: its number.
-        is_given: whether the caller keeps them.
+        data: features (num_rows, ...).
+        ids: node of every row, int64, ascending; None: all nodes.
+        place: row of every node, int32 (num_nodes,); None: the node id.
+        is_given: whether the caller owns the features, so their memory is not freed.
     """
 
     data: Tensor
@@ -184,7 +186,7 @@ class _Rows:
 
 @dataclass
 class _Size:
-    """How much of a tile there is, or what each part of it takes."""
+    """Numbers of rows, entries and sources of a tile, or bytes for each of them."""
 
     rows: int
     entries: int
@@ -206,13 +208,13 @@ def run(
     """Computes the last stage's result for some or all nodes.
 
     Args:
-        adj: structure, square, on the device or on the CPU.
-        x: (num_nodes, ...), likewise; a memory-mapped one, too.
+        adj: square structure on the device or on the CPU.
+        x: features (num_nodes, ...) on the device or on the CPU, also memory-mapped.
         stages: the layers.
-        placement: where it runs.
-        rows: int64 (num_rows,), nodes whose results are wanted; None: all.
-        out: (num_rows, ...), where they go; None: a new tensor on the device, or on the host where the
-            device has no space.
+        placement: device, memory limit and processes.
+        rows: nodes to compute results for, int64 (num_rows,); None: all.
+        out: tensor for the results, (num_rows, ...); None: a new tensor on the device, or on the host if it
+            does not fit on the device.
     """
     # event.record() uses the current device's stream. The model may be on another GPU.
     current = torch.cuda.device(placement.device) if placement.device.type == "cuda" else nullcontext()
@@ -270,7 +272,7 @@ class _Tiles:
     # ---------------------------------------------------------------- nodes that are needed
 
     def with_sources(self, ids: Tensor | None) -> Tensor | None:
-        """Nodes with all of their sources, ascending; None: all nodes."""
+        """Ids of the given nodes and all of their sources, ascending; None: all nodes."""
         if ids is None:
             return None
         is_needed = torch.zeros(self.num_nodes, dtype=torch.bool, device=self.col.device)
@@ -285,7 +287,7 @@ class _Tiles:
         return None if found.numel() == self.num_nodes else found
 
     def stored(self, x: Tensor, ids: Tensor | None) -> _Rows:
-        """The features that the first layer reads, gathered where only some are needed of another device."""
+        """The features that the first layer reads; if only some are needed, they are sent to the device."""
         x = x.contiguous()
         if x.device == self._device or ids is None:
             return _Rows(x, is_given=True)
@@ -294,7 +296,7 @@ class _Tiles:
         return self.rows(self._gathered(x, ids.to(self._device)), ids)
 
     def rows(self, data: Tensor, ids: Tensor | None) -> _Rows:
-        """Features of those nodes, and where each is."""
+        """Wraps the features of some nodes."""
         if ids is None:
             return _Rows(data)
         place = torch.full((self.num_nodes,), -1, dtype=torch.int32, device=self._device)
@@ -309,9 +311,9 @@ class _Tiles:
 
         Args:
             stage: the layer.
-            stored: what it reads.
-            ids: int64, ascending, of the structure's device; None: all nodes.
-            target: where they go; None: to a new tensor.
+            stored: the features that it reads.
+            ids: the nodes, int64, ascending, on the structure's device; None: all nodes.
+            target: tensor for the results; None: a new tensor.
         """
         placement, is_given = self._placement, stored.is_given
         if stored.data.device != self._device and placement.fits(stored.data.nbytes):
@@ -365,10 +367,10 @@ class _Tiles:
         return result
 
     def _width_of_columns(self, stage: Stage, stored: _Rows, ids: Tensor | None, first: Tensor) -> int:
-        """How many columns of the features are sent to the device at a time; 0: rows are gathered.
+        """Number of feature columns to send to the device at a time; 0: send gathered rows instead.
 
-        Rows are gathered once for every tile that reads them, up to once for every entry. Columns are sent
-        once, but the structure is sent with each part of them, and the sums are stored and read again.
+        A row is sent for every tile that reads it, at most once per entry. A column is sent once, but the
+        structure is sent again for every group of columns, and the sums are written and read again.
         """
         data = stored.data
         is_all = ids is None and stored.ids is None and self._placement.num_ranks == 1
@@ -388,7 +390,7 @@ class _Tiles:
     def _by_columns(
         self, stage: Stage, stored: _Rows, width: int, first: Tensor, target: Tensor | None
     ) -> _Result:
-        """The results of a stage for all nodes, whose sums are computed for some columns at a time.
+        """The results of a stage for all nodes. Sums are computed for ``width`` columns at a time.
 
         With F bytes of features, S of structure, R of results and P parts, 3 F + P S bytes are sent to the
         device (columns, features of destinations, sums; the structure) and F + R bytes come back. All but the
@@ -397,9 +399,9 @@ class _Tiles:
         Args:
             stage: a layer with ``sums``.
             stored: the features of all nodes, on the host.
-            width: columns of a part.
-            first: the result of a node.
-            target: see `layer`.
+            width: number of columns.
+            first: the result of one node, for its shape and dtype.
+            target: as in `layer`.
         """
         data, placement = stored.data, self._placement
         self._lock_structure()
@@ -509,7 +511,7 @@ class _Tiles:
             torch.ones(1, device=self._device)
 
     def _costs(self, stage: Stage, stored: _Rows, first: Tensor) -> _Size:
-        """Bytes that each row, entry and source of a tile takes, roughly."""
+        """Estimated bytes per row, per entry and per source of a tile."""
         source, result = stored.data[:1].nbytes, first[:1].nbytes
         ranks = self._placement.num_ranks
         pieces = 4 if ranks == 1 else 6 + ranks  # a tile of each process, and the buffers of the exchange
@@ -523,7 +525,7 @@ class _Tiles:
         return costs
 
     def _limits(self, budget: float, costs: _Size) -> tuple[int, int]:
-        """Most entries, and most rows, of the first tile, as if every entry had a source of its own."""
+        """Largest numbers of entries and rows of the first tile, if every entry had a different source."""
         entries = budget / (4 * (costs.entries + costs.sources))
         rows = budget / (4 * costs.rows)
         if self._placement.tile is not None:
@@ -532,7 +534,7 @@ class _Tiles:
         return min(max(int(entries), 1), _MOST_ENTRIES), max(int(rows), 1)
 
     def _agreed(self, numbers: list[float]) -> list[float]:
-        """The smallest of each number among the processes."""
+        """The minimum of each number over all processes."""
         if self._placement.num_ranks == 1:
             return numbers
         smallest = torch.tensor(numbers, dtype=torch.float64, device=self._wire)
@@ -541,11 +543,11 @@ class _Tiles:
 
     @property
     def _wire(self) -> torch.device:
-        """Where what processes exchange is."""
+        """Device of the tensors that processes exchange."""
         return torch.device("cpu") if dist.get_backend(self._placement.group) == "gloo" else self._device
 
     def _exchanged(self, part: Tensor, bounds: list[int]) -> list[Tensor]:
-        """The tiles of all processes."""
+        """Collects the tiles of all processes."""
         sizes = [stop - start for start, stop in pairwise(bounds)]
         padded = part.new_zeros(max(sizes), *part.shape[1:])
         padded[: part.size(0)] = part
@@ -609,7 +611,7 @@ class _Tiles:
         return adj
 
     def _renumbered(self, numbers: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
-        """The nodes of a tile, destinations first, and its columns as positions among them."""
+        """Ids of a tile's nodes, destinations first, and the position of every column among these nodes."""
         column = col.long()
         is_source = torch.zeros(self.num_nodes, dtype=torch.bool, device=self._device)
         is_source[column] = True
@@ -636,7 +638,7 @@ class _Tiles:
         return self._gathered(stored.data, nodes if stored.place is None else stored.place[nodes].long())
 
     def _gathered(self, table: Tensor, index: Tensor) -> Tensor:
-        """Rows of a table on the device."""
+        """Gathers rows of a table to the device."""
         if self._device.type != "cuda":
             return table.index_select(0, index)
         if table.is_cuda:
@@ -657,7 +659,7 @@ class _Tiles:
     # ---------------------------------------------------------------- rows
 
     def _upto(self, ids: Tensor | None) -> Tensor:
-        """Number of entries before every one of some nodes, int64, and that of all."""
+        """Number of entries before each of the given nodes, int64, then the number of all their entries."""
         if ids is None:
             return self.rowptr
         upto = torch.zeros(ids.numel() + 1, dtype=torch.int64, device=ids.device)
@@ -666,14 +668,14 @@ class _Tiles:
 
     @staticmethod
     def _end(upto: Tensor, start: int, entries: int, last: int) -> int:
-        """Where a tile ends that begins at ``start``: behind one row at least."""
+        """End of the tile that begins at ``start``; a tile has at least one row."""
         if start >= last:
             return start
         end = int(torch.searchsorted(upto, upto[start] + entries, right=True)) - 1
         return min(max(end, start + 1), last)
 
     def _entries(self, nodes: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Pointers and columns of some nodes' rows, on the structure's device."""
+        """Row pointers and columns of some nodes, on the structure's device."""
         if isinstance(nodes, slice):
             rowptr = self.rowptr[nodes.start : nodes.stop + 1]
             first, last = int(rowptr[0]), int(rowptr[-1])
@@ -688,7 +690,7 @@ def _no_entries(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_loops(rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows whose column of the same number is removed, and then added once, behind the others."""
+    """Removes all loops, then adds one loop at the end of every row."""
     num_rows = rowptr.numel() - 1
     row = expand_rows(rowptr, col.numel())
     is_kept = col != row
@@ -704,7 +706,7 @@ def _with_loops(rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _aligned(part: Tensor) -> Tensor:
-    """A part of a tensor as kernels want it, which read 16 bytes at a time."""
+    """Copies a part of a tensor that does not start at a multiple of 16 bytes, as kernels require."""
     return part.clone() if part.data_ptr() % 16 else part
 
 
@@ -724,7 +726,7 @@ def _send(data: Tensor, out: Tensor, buffers: _Buffers) -> None:
 
 
 class _Buffers:
-    """Page-locked memory for pieces, used alternately; each is waited for before it is used again."""
+    """Page-locked buffers, used in turn. Before a buffer is used again, its last transfer is waited for."""
 
     def __init__(self) -> None:
         self._memory: list[Tensor | None] = [None] * _NUM_BUFFERS
@@ -745,7 +747,7 @@ class _Buffers:
         return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
     def used(self, until: Future[None] | None = None) -> None:
-        """The last piece is under way: until the stream has come here, or until that is done."""
+        """Marks the last buffer as in use until the stream reaches this point, or ``until`` is done."""
         if until is None:
             event = torch.cuda.Event()
             event.record()
@@ -756,17 +758,17 @@ class _Buffers:
 
 
 class _Result:
-    """Rows of a result, written tile by tile; on the host while the GPU computes the next tile.
+    """A result that is written tile by tile; the host stores a tile while the GPU computes the next one.
 
-    If a result fits on the device, but not together with its inputs, its first rows are there and the others
-    on the host until :meth:`whole`.
+    If a result fits on the device, but not together with its inputs, its first rows are on the device, and
+    the other rows on the host until :meth:`whole`.
 
     Args:
-        shape: (num_rows, ...).
-        dtype: of the rows.
-        placement: where layers are computed.
-        target: where the rows go; None: where they fit.
-        freed: bytes on the device that are free before :meth:`whole` is called.
+        shape: shape (num_rows, ...).
+        dtype: dtype of the rows.
+        placement: device and memory limit.
+        target: tensor for the rows; None: a new tensor on the device or the host.
+        freed: bytes on the device that are freed before :meth:`whole` is called.
     """
 
     def __init__(
@@ -793,11 +795,11 @@ class _Result:
         self._pending: list[Future[None]] = []
 
     def write(self, start: int, part: Tensor) -> None:
-        """Writes some rows.
+        """Writes consecutive rows.
 
         Args:
-            start: the first.
-            part: (num_rows, ...).
+            start: number of the first row.
+            part: the rows, (num_rows, ...).
         """
         count = min(max(self._num_here - start, 0), part.size(0))
         self._here[start : start + count] = part[:count]
@@ -826,7 +828,7 @@ class _Result:
         """Waits until everything is written.
 
         Raises:
-            Exception: the first that writing a piece raised.
+            Exception: the first error of a write.
         """
         if self._worker is None:
             return
@@ -837,7 +839,7 @@ class _Result:
             stored.result()
 
     def whole(self) -> Tensor:
-        """The rows in one tensor."""
+        """Returns all rows in one tensor."""
         count = self._num_here
         if not count:
             return self._target

@@ -39,23 +39,23 @@ _MOST_QUADS = 2**31 - 1 - _OVERREAD
 class Bsb:
     """A structure of shape (num_dst, num_src) in binary sparse blocks.
 
-    The rows are grouped in windows of 8. A column that has an entry in one of a window's rows is a *non-zero
-    vector*: a column index and a mask whose bit r says that row r of the window has the entry. Vectors of a
-    window are stored by ascending column, four to a quad; the last quad is padded with vectors of mask 0. An
-    edge that occurs twice starts a second vector of the same column.
+    The rows are grouped into windows of 8. If a column has an entry in some row of a window, it is a
+    *non-zero vector* of the window: a column index, and a mask whose bit r says whether row r has an entry.
+    Vectors of a window are stored by ascending column, four per *quad*; the last quad is padded with vectors
+    of mask 0. An edge that occurs twice starts a second vector of the same column.
 
-    The kernels take a window in *blocks* of up to four quads, 16 vectors. Where padding windows to whole
-    blocks costs little, that is done, so that all blocks begin at multiples of 64 bytes. Elsewhere what the
-    last block of a window lacks is not stored: kernels fill it with vectors of mask 0 as they read.
+    The kernels read a window in *blocks* of up to four quads, that is, 16 vectors. If padding costs little,
+    windows are padded to whole blocks, so that all blocks start at multiples of 64 bytes. Otherwise the last
+    block of a window may be shorter, and the kernels fill it with vectors of mask 0 when they read it.
 
     Attributes:
         shape: (num_dst, num_src).
-        window_ptr: int32 (num_windows + 1,), the range of quads of every window.
-        quad: uint8 (num_quads, 16): the columns of 4 vectors, 3 bytes each, low byte first, then their
-            masks. Padding repeats the first column of the quad or block that it fills, with mask 0.
-        window_row: int32 (num_windows, 8), the rows of every window, -1 for none; None: consecutive rows.
-        num_vectors: non-zero vectors, without padding.
-        num_blocks: blocks of all windows.
+        window_ptr: range of quads of every window, int32 (num_windows + 1,).
+        quad: uint8 (num_quads, 16): the columns of 4 vectors, 3 bytes each, low byte first, then the 4
+            masks. Padding repeats the first column of its quad or block, with mask 0.
+        window_row: rows of every window, int32 (num_windows, 8), -1 for no row; None: consecutive rows.
+        num_vectors: number of non-zero vectors, without padding.
+        num_blocks: number of blocks of all windows.
     """
 
     shape: tuple[int, int]
@@ -164,14 +164,14 @@ class Bsb:
     def entry_order(self, row: Tensor, col: Tensor) -> Tensor:
         """Position in the CSR structure of every entry, (num_edges,), ordered by quad, vector, row.
 
-        Only products with edge values need it. It takes another sort.
+        Only products with edge values need this order. It takes another sort.
 
         Args:
-            row: as :meth:`from_csr` took it.
-            col: as :meth:`from_csr` took it.
+            row: the argument of :meth:`from_csr`.
+            col: the argument of :meth:`from_csr`.
 
         Returns:
-            int32 where that fits, else int64.
+            The positions, int32 if they fit, else int64.
         """
         place = row
         if self.window_row is not None:
@@ -201,7 +201,7 @@ class Bsb:
         return number[vector] * HEIGHT + bit
 
     def to_dense(self) -> Tensor:
-        """How often every entry occurs, float32 (num_dst, num_src); for tests."""
+        """Number of edges at every position, float32 (num_dst, num_src); for tests."""
         vector, bit = self.bits()
         window = torch.searchsorted(self.window_ptr.long(), vector // QUAD, right=True) - 1
         row = window * HEIGHT + bit
@@ -228,16 +228,16 @@ class Bsb:
 
 
 def vectors_together(num_quads: int, num_blocks: int, num_dst: int, num_edges: int) -> int:
-    """Windows take a multiple of this number of vectors, with padding: those of a block, or of a quad.
+    """Chooses the number of vectors to a multiple of which windows are padded: 16 (a block) or 4 (a quad).
 
-    A block whose 64 bytes are in one line of the cache is read faster, but a window of few vectors is padded
-    to several times its size.
+    A block whose 64 bytes are in one cache line is read faster, but padding multiplies the size of a window
+    with few vectors.
 
     Args:
-        num_quads: of all windows, padded to quads.
-        num_blocks: of all windows.
-        num_dst: rows.
-        num_edges: entries.
+        num_quads: number of quads of all windows.
+        num_blocks: number of blocks of all windows.
+        num_dst: number of rows.
+        num_edges: number of entries.
     """
     of_blocks, of_quads = num_blocks * BLOCK // QUAD * QUAD_BYTES, num_quads * QUAD_BYTES
     of_csr = 4 * (num_dst + 1) + 6 * num_edges
@@ -246,7 +246,7 @@ def vectors_together(num_quads: int, num_blocks: int, num_dst: int, num_edges: i
 
 
 def place_of_row(window_row: Tensor, num_rows: int) -> Tensor:
-    """Place of every row in the order of the windows, int32 (num_rows,): the inverse of ``window_row``."""
+    """Position of every row in the order of the windows, int32 (num_rows,): the inverse of ``window_row``."""
     rows = window_row.reshape(-1)
     place = torch.empty(num_rows + 1, dtype=torch.int32, device=rows.device)
     # Padding rows (-1) write to the last element, which is cut off.
@@ -257,18 +257,18 @@ def place_of_row(window_row: Tensor, num_rows: int) -> Tensor:
 def sort_vectors(
     place: Tensor, col: Tensor, shape: tuple[int, int], height: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts entries by window, column and place, which brings those of a vector together.
+    """Sorts entries by window, column and position, so that the entries of a vector are neighbours.
 
     Args:
-        place: int32 (num_edges,), the place of every entry's row in the order of the windows.
+        place: position of every entry's row in the order of the windows, int32 (num_edges,).
         col: int32 (num_edges,).
-        shape: number of places, and num_src.
-        height: rows of a window.
+        shape: (number of positions, num_src).
+        height: number of rows per window.
 
     Returns:
-        int64 (num_windows + 1,), the range of entries of every window; int32 (num_edges,), of every sorted
-        entry ``height * column + place in the window``; int64 (num_vectors + 1,), the first entry of every
-        vector, and the number of entries.
+        The range of entries of every window, int64 (num_windows + 1,); for every sorted entry ``height *
+        column + position in the window``, int32 (num_edges,); the first entry of every vector, then the
+        number of entries, int64 (num_vectors + 1,).
 
     Raises:
         ValueError: there are too many sources for the 24 bits of a column.

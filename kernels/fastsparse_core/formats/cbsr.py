@@ -15,7 +15,7 @@ _FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def ids_dtype(width: int) -> torch.dtype:
-    """Type of the column ids of rows of this width: uint8 up to 256 columns, uint16 up to 65,536.
+    """Dtype of the column ids for ``width`` columns: uint8 up to 256 columns, uint16 up to 65,536.
 
     Raises:
         ValueError: the rows are wider.
@@ -29,12 +29,12 @@ def ids_dtype(width: int) -> torch.dtype:
 class CBSR:
     """A matrix of shape (n, width) with k stored entries in every row.
 
-    :func:`fastsparse_core.maxk` returns one. The constructor does not check its arguments. To check them, use
-    :meth:`from_parts`, which waits for the device.
+    :func:`fastsparse_core.maxk` returns one. The constructor does not check its arguments.
+    :meth:`from_parts` checks them, and synchronizes with the device.
 
     Attributes:
-        values: (n, k) float64, float32, float16 or bfloat16; gradients flow through it.
-        ids: (n, k) column of every value, ascending in each row; uint8 if ``width`` is at most 256, else
+        values: (n, k), float64, float32, float16 or bfloat16; differentiable.
+        ids: column of every value, (n, k), ascending in each row; uint8 if ``width`` is at most 256, else
             uint16.
         width: number of columns, at most 65,536.
 
@@ -52,7 +52,7 @@ class CBSR:
 
     @classmethod
     def from_parts(cls, values: Tensor, ids: Tensor, width: int) -> CBSR:
-        """Makes a CBSR of checked parts.
+        """Makes a CBSR, and checks the arguments.
 
         Args:
             values: (n, k) floating.
@@ -133,7 +133,7 @@ class CBSR:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the values."""
+        """Dtype of the values."""
         return self.values.dtype
 
     @property

@@ -1,4 +1,4 @@
-"""Sorting edges into compressed rows (CUB radix sort on the GPU, counting sort on the CPU)."""
+"""Sorts edges into compressed rows (CUB radix sort on the GPU, counting sort on the CPU)."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def compress(
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts edges stably by major index, and by minor index within equal major ones.
+    """Sorts edges stably by (major index, minor index).
 
     Args:
         major: int32 or int64 (num_edges,), contiguous, in [0, num_major).
-        minor: the same of [0, num_minor).
+        minor: int32 or int64 (num_edges,), contiguous, in [0, num_minor).
         num_major: number of compressed rows.
         num_minor: number of columns, at most 2^31 - 1.
-        out: tensors that may be written for the first two results, of their sizes; None: new ones.
+        out: tensors for the first two results; None: new tensors.
 
     Returns:
-        ``(major_ptr, minor, order)``: int64 (num_major + 1,), int32 (num_edges,), and the position in the
-        input of every sorted edge, int32 where that fits, else int64.
+        ``(major_ptr, minor, order)``: pointers, int64 (num_major + 1,); sorted minor indices, int32
+        (num_edges,); and the position of every sorted edge in the input, int32 if it fits, else int64.
     """
     order = _empty_order(major.numel(), major.device)
     major_ptr, minor = _compress(major, minor, num_major, num_minor, order, out)
@@ -45,14 +45,14 @@ def compress(
 
 
 def compress_pairs(major: Tensor, minor: Tensor, num_major: int, num_minor: int) -> tuple[Tensor, Tensor]:
-    """As :func:`compress`, without the order: half to two thirds of the bytes."""
+    """Like :func:`compress`, without ``order``, which saves a third to half of the bytes."""
     return _compress(major, minor, num_major, num_minor, None)
 
 
 def sort_rows(major: Tensor, num_major: int) -> tuple[Tensor, Tensor]:
-    """As :func:`compress` without a minor index: ``(major_ptr, order)``, equal ones in their order.
+    """Like :func:`compress` without a minor index; returns ``(major_ptr, order)``. The sort is stable.
 
-    On a GPU ``major`` may be anything: what is outside [0, num_major) comes after ``major_ptr[-1]``.
+    On a GPU, ``major`` may contain any numbers: entries outside [0, num_major) follow ``major_ptr[-1]``.
     """
     order = _empty_order(major.numel(), major.device)
     return _compress(major, None, num_major, num_major, order)[0], order
@@ -111,17 +111,17 @@ def _sort_in_pieces(
     order: Tensor | None,
     out: tuple[Tensor, Tensor],
 ) -> None:
-    """What one sort gives, range by range of the major index: each range is searched for in all edges.
+    """Does what :func:`compress` does, but sorts one range of major indices at a time.
 
-    That reads the edges once for every range of `_PIECE_ENTRIES`. One sort would need as much memory again as
-    its input and its result take together.
+    It reads all edges once for every range of about `_PIECE_ENTRIES` entries. A single sort would need
+    additional memory as large as its input and its result together.
 
     Args:
-        parts: gives all edges (major, minor) in their order, in pieces.
-        num_major: as of :func:`compress`.
-        num_minor: likewise.
-        order: where positions go, if anywhere.
-        out: where the other two results go.
+        parts: function that yields all edges (major, minor) in their order, in pieces.
+        num_major: as in :func:`compress`.
+        num_minor: as in :func:`compress`.
+        order: tensor for the positions of the sorted edges; None: they are not needed.
+        out: tensors for the other two results.
     """
     major_ptr, minor_out = out
     count = torch.zeros(num_major, dtype=torch.int64, device=major_ptr.device)
@@ -153,19 +153,19 @@ def _sort_in_pieces(
 
 
 def _empty_rows(num_rows: int, num_edges: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Space for compressed rows: pointers and columns."""
+    """Allocates the pointers and columns of compressed rows."""
     return torch.empty(num_rows + 1, dtype=torch.int64, device=device), torch.empty(
         num_edges, dtype=torch.int32, device=device
     )
 
 
 def _empty_order(num_edges: int, device: torch.device) -> Tensor:
-    """Space for the position of every edge."""
+    """Allocates the position of every edge."""
     return torch.empty(num_edges, dtype=torch.int64 if num_edges > INT32_MAX else torch.int32, device=device)
 
 
 def transpose(rowptr: Tensor, col: Tensor, num_cols: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts the entries of compressed rows by column, those of a column by row.
+    """Sorts the entries of compressed rows by (column, row).
 
     Args:
         rowptr: int64 (num_rows + 1,), contiguous, ascending from 0 to the number of entries.
@@ -173,14 +173,14 @@ def transpose(rowptr: Tensor, col: Tensor, num_cols: int) -> tuple[Tensor, Tenso
         num_cols: number of columns.
 
     Returns:
-        ``(colptr, row, order)``: as :func:`compress` gives them.
+        ``(colptr, row, order)``, in the dtypes of :func:`compress`.
     """
     order = _empty_order(col.numel(), col.device)
     return *_transpose(rowptr, col, num_cols, order), order
 
 
 def transpose_pairs(rowptr: Tensor, col: Tensor, num_cols: int) -> tuple[Tensor, Tensor]:
-    """As :func:`transpose`, without the order."""
+    """Like :func:`transpose`, without ``order``."""
     return _transpose(rowptr, col, num_cols, None)
 
 
@@ -221,7 +221,7 @@ def _transpose(rowptr: Tensor, col: Tensor, num_cols: int, order: Tensor | None)
 
 
 def reverse_entries(rowptr: Tensor, col: Tensor, edge_id: Tensor | None) -> Tensor:
-    """Ids of the reverses of all entries of a structure that equals its transpose: what a sort would find.
+    """For every entry of a structure that equals its transpose, the id of the reverse entry, without a sort.
 
     Args:
         rowptr: int64 (num_rows + 1,), contiguous, ascending from 0 to the number of entries.
@@ -245,14 +245,14 @@ def reverse_entries(rowptr: Tensor, col: Tensor, edge_id: Tensor | None) -> Tens
 
 
 def row_pieces(rowptr: Tensor, col: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Compressed rows in pieces of some tens of millions of entries.
+    """Yields compressed rows in pieces of some tens of millions of entries.
 
     Args:
         rowptr: int64 (num_rows + 1,), ascending from 0 to the number of entries.
         col: (num_edges,).
 
     Yields:
-        the first row of a piece, the row behind its last, the columns of its entries.
+        The first row of a piece, its last row plus one, and the columns of its entries.
     """
     num_rows, num_edges = rowptr.numel() - 1, col.numel()
     wanted = torch.tensor(range(_PIECE_ENTRIES, num_edges, _PIECE_ENTRIES), device=rowptr.device)
@@ -266,7 +266,7 @@ def row_pieces(rowptr: Tensor, col: Tensor) -> Iterator[tuple[int, int, Tensor]]
 
 
 def select_rows(rowptr: Tensor, col: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Pointers, from 0, and columns of some compressed rows. Waits for the device once.
+    """Selects compressed rows; returns their pointers, which start from 0, and columns. Waits for the device.
 
     Args:
         rowptr: int32 or int64 (num_rows + 1,).

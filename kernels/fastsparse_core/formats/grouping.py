@@ -1,7 +1,7 @@
-"""Row grouping: windows of similar instead of consecutive rows, so that fewer vectors cover the edges.
+"""Row grouping: windows of similar rows instead of consecutive ones, so that fewer vectors cover the edges.
 
-Which rows share a window decides the number of 8x1 vectors (FlashSparse, section 2.3 and table 2), and only
-the format knows the window: features, results and edge order stay the caller's.
+The rows that share a window determine the number of 8x1 vectors (FlashSparse, section 2.3 and table 2). Only
+the format depends on the grouping: features, results and edges keep the caller's order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _INT32_MAX = 2**31 - 1
 
 
 class Rows(Protocol):
-    """Compressed rows, as `Adjacency` has them."""
+    """The part of `Adjacency` that this module uses: compressed rows."""
 
     rowptr: Tensor
     col: Tensor
@@ -53,35 +53,36 @@ class Rows(Protocol):
 
 
 def check_method(method: str) -> None:
-    """Rejects unknown names.
+    """Raises an error for an unknown method.
 
     Raises:
-        ValueError: ``method`` is none of ``"auto"``, ``"none"``, ``"minhash"``.
+        ValueError: ``method`` is not ``"auto"``, ``"none"`` or ``"minhash"``.
     """
     if method not in _METHODS:
         raise ValueError(f"group_rows: expected 'auto', 'none' or 'minhash', got {method!r}")
 
 
 def group_rows(adj: Rows, method: Method = "minhash") -> Tensor | None:
-    """Rows of every window such that rows with many common columns share one.
+    """Groups rows with many common columns into windows.
 
-    Min-wise hashing: the share of equal entries in the signatures of two rows, the minima of 16 hashes over
-    their columns, estimates the Jaccard similarity of their column sets. Rows sorted by one hash have their
-    most similar rows nearby, so every row is compared with its neighbours in several sorted orders and linked
-    to the most similar. Trees of links are clusters. Clusters follow each other by the smallest hashes of
-    their members; by their first rows where the links show that similar rows are near each other already.
+    This is min-wise hashing. The signature of a row consists of the minima of 16 hashes over its columns. The
+    share of equal entries in two signatures estimates the Jaccard similarity of the rows' columns. If rows
+    are sorted by one hash, similar rows are often near each other. So every row is compared with its
+    neighbours in several sorted orders, and linked to the most similar one. Trees of links are clusters.
+    Clusters are sorted by the smallest hashes of their members, or by their first rows if the links show that
+    similar rows are near each other already.
 
-    Takes one pass over the edges (a minimum of 16 features) and sorts of at most ``num_edges`` keys.
-    Deterministic, and the same on every device.
+    It takes one pass over the edges (a minimum of 16 features) and sorts of at most ``num_edges`` keys. The
+    result is deterministic and the same on every device.
 
     Args:
-        adj: the structure; it may be rectangular and hold duplicates.
-        method: ``"none"`` keeps the natural order, ``"auto"`` keeps it unless grouping pays
-            (:func:`choose_grouping`).
+        adj: the structure; it may be rectangular and have repeated edges.
+        method: ``"none"`` keeps the natural order, ``"auto"`` keeps it unless :func:`choose_grouping` decides
+            otherwise.
 
     Returns:
-        int32 (num_windows, 8), a permutation of the rows, rows without edges last, padded with -1; None for
-        the natural order.
+        Rows of every window, int32 (num_windows, 8): a permutation of the rows, with rows without edges last,
+        padded with -1. None: the natural order.
 
     Raises:
         ValueError: an unknown method.
@@ -103,10 +104,10 @@ def group_rows(adj: Rows, method: Method = "minhash") -> Tensor | None:
 
 
 def choose_grouping(adj: Rows) -> Tensor | None:
-    """The grouping by min-hash where products are faster with it, else None: the natural order.
+    """The grouping by min-hash if products are faster with it, else None for the natural order.
 
-    That is where rows have 8 entries or more and grouping saves at least 10 % of the vectors. Large
-    structures are judged by a sample of about 4096 windows.
+    They are faster if rows have on average 8 entries or more, and grouping saves at least 10 % of the
+    vectors. In large structures, vectors are counted in a sample of about 4096 windows.
     """
     if adj.num_edges < _LEAST_ENTRIES * max(adj.num_dst, 1):
         return None
@@ -133,8 +134,8 @@ def vectors_per_window(adj: Rows, window_row: Tensor | None = None, *, height: i
 
     Args:
         adj: the structure.
-        window_row: a grouping as of :func:`group_rows`; None: consecutive rows.
-        height: rows of a window; 16 joins pairs of a grouping's windows.
+        window_row: result of :func:`group_rows`; None: consecutive rows.
+        height: number of rows per window; 16 joins pairs of a grouping's windows.
     """
     row = adj.row_once()
     place = row if window_row is None else place_of_row(window_row, adj.num_dst).index_select(0, row)
@@ -143,7 +144,7 @@ def vectors_per_window(adj: Rows, window_row: Tensor | None = None, *, height: i
 
 
 def _sample(adj: Rows, window_row: Tensor | None, stride: int) -> tuple[Tensor, Tensor, int]:
-    """Place and column of every entry in each ``stride``-th window, and the number of places."""
+    """Position of the row, and column, of every entry in each ``stride``-th window; number of positions."""
     if window_row is None:
         if stride == 1:
             return adj.row_once(), adj.col, adj.num_dst

@@ -1,7 +1,7 @@
-"""Rows cut for two kinds of units: multiples of 64 entries for tensor cores, what is left for CUDA cores.
+"""Work lists that divide each row: multiples of 64 entries for tensor cores, the rest for CUDA cores.
 
-HR-SpMM, section 4.1, in time linear in the number of rows. On CUDA two kernels make the list and the host
-waits for neither; elsewhere PyTorch makes the same list.
+HR-SpMM, section 4.1, in time linear in the number of rows. On CUDA, two kernels make the list, and the host
+does not wait for them. On other devices, PyTorch makes the same list.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ LONGEST = 256
 
 @dataclass(frozen=True)
 class HybridRows:
-    """Work list: the long items in the order of rows, then a place for the short item of every row.
+    """Work list: the long items in the order of rows, then one short item per row.
 
-    A row of n entries has ceil(floor(n / 64) / 4) long items of 256 entries, the last one of 64, 128, 192 or
-    256, and a short one of n % 64 entries; an empty row has a short item, so that it is written. Rows with
-    several items own as many slots for partial results, as in `RowSplit`, the short item the last.
+    A row of n entries has ceil(floor(n / 64) / 4) long items of 256 entries, of which the last may have 64,
+    128 or 192 entries, and a short item of n % 64 entries. An empty row has a short item, so that its result
+    is written. A row with several items has as many slots for partial results, as in `RowSplit`; the last
+    slot belongs to the short item.
 
-    How many long items, split rows and slots there are is known on the device first. So that building need
-    not wait for that, the tensors are as long as they can get, and the numbers are read when they are asked
-    for.
+    The numbers of long items, split rows and slots are computed on the device. The host does not wait for
+    them: tensors have their largest possible length, and the numbers are read at their first use.
 
     Attributes:
-        slices: int64 (most long items + num_rows, 2), packed as in `RowSplit`. The first `num_long` are
-            the long items, what follows them means nothing, and the last num_rows are the short items by
-            row, of length -1 where a row has none.
-        split_row: int32, the rows with several items in its first `num_split_rows` elements.
-        split_ptr: int64, their ranges of slots in its first `num_split_rows` + 1 elements.
-        totals: int32 (3,), `num_long`, `num_split_rows` and `num_slots`.
+        slices: int64 (largest number of long items + num_rows, 2), packed as in `RowSplit`. The first
+            `num_long` are the long items. The last num_rows are the short items by row, of length -1 if a
+            row has none. Items between them are undefined.
+        split_row: rows with several items, int32; only the first `num_split_rows` elements are defined.
+        split_ptr: ranges of slots of these rows, int64; only the first `num_split_rows` + 1 elements are
+            defined.
+        totals: `num_long`, `num_split_rows` and `num_slots`, int32 (3,).
     """
 
     slices: Tensor
@@ -73,7 +74,7 @@ class HybridRows:
 
     @property
     def num_long(self) -> int:
-        """Number of long items; the first of the three numbers to be asked for waits for the device."""
+        """Number of long items. The first read of this or the next two numbers waits for the device."""
         return self._numbers[0]
 
     @property
@@ -87,7 +88,7 @@ class HybridRows:
         return self._numbers[2]
 
     def row_split(self) -> RowSplit:
-        """The list with all its ``slices``, and of the other tensors what is filled."""
+        """The list as a `RowSplit`, with all ``slices`` and the defined part of the other tensors."""
         count = self.num_split_rows
         return RowSplit(self.slices, self.split_row[:count], self.split_ptr[: count + 1], self.num_slots)
 
@@ -123,7 +124,7 @@ def _fill_on_cuda(rowptr: Tensor, slices: Tensor, split_row: Tensor, split_ptr: 
 
 
 def _fill(rowptr: Tensor, slices: Tensor, split_row: Tensor, split_ptr: Tensor) -> Tensor:
-    """As `_fill_on_cuda`, by PyTorch."""
+    """Does the same as `_fill_on_cuda` with PyTorch's operators."""
     length = rowptr.diff()
     num_rows = length.numel()
     rest = length % MULTIPLE

@@ -1,4 +1,4 @@
-"""An index that is sorted into segments on a GPU; the host reads the facts while the device goes on."""
+"""Sorts an index into segments on a GPU. The host reads facts about it without waiting for later kernels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastsparse_core.formats.row_split import RowSplit
 
 
 class SortedIndex(NamedTuple):
-    """What the host learns of an index.
+    """Facts about a sorted index that the host has read.
 
     Attributes:
         row_split: work list of the segments.
-        descends: whether the index did not ascend.
-        num_entries: how many of it are segments.
+        descends: whether the index was not sorted in ascending order.
+        num_entries: number of its entries that are segments, from 0 to ``num_segments - 1``.
     """
 
     row_split: RowSplit
@@ -30,10 +30,12 @@ class IndexSort:
     """An index that is being sorted.
 
     Attributes:
-        rowptr: int64 (num_segments + 1,), the range of entries of every segment.
-        order: int32 (num_rows,), position of every sorted entry in the index; what is no segment comes last.
-        workspace: work list of the segments, with space for as many slices and cut segments as there can be.
-        facts_address: where the device knows how many there are.
+        rowptr: range of entries of every segment, int64 (num_segments + 1,).
+        order: position of every sorted entry in the index, int32 (num_rows,); entries that are not segments
+            come last.
+        workspace: work list of the segments, with memory for the largest possible number of slices and cut
+            segments.
+        facts_address: address of the actual numbers on the device.
     """
 
     def __init__(
@@ -58,12 +60,12 @@ class IndexSort:
 
 
 def sort_index(index: Tensor, num_segments: int, longest: int) -> IndexSort:
-    """Begins to sort an index stably on its GPU, whatever it holds.
+    """Starts a stable sort of an index on its GPU. The index may contain any numbers.
 
     Args:
         index: int32 or int64 (num_rows,), contiguous, 1 to 2^31 - 1 rows.
         num_segments: number of segments, 1 to 2^31 - 1.
-        longest: entries of a slice, a power of two.
+        longest: largest number of entries per slice, a power of two.
     """
     device, num_rows = index.device, index.numel()
     most_cut = num_rows // longest

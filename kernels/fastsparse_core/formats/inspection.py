@@ -1,4 +1,4 @@
-"""What must be known of edges before a structure is made of them: one pass, and one read from the device."""
+"""Checks edges before a structure is built from them, in one pass and with one read from the device."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ _SIGNED_TO_UNSIGNED = 2**64
 
 
 class Inspection(NamedTuple):
-    """Facts about edges or compressed rows, and what a structure of them consists of if they are sorted.
+    """Facts about edges or compressed rows, and tensors of their structure, which are valid for sorted edges.
 
     Attributes:
-        rowptr: int64 (num_rows + 1,); of edges: meaningful where `rows_descend` is False.
-        col: int32 (num_edges,), the columns, meaningful where they are in range.
-        inv_degree: float32 (num_rows,), as `Adjacency.inv_degree`.
-        most_row: greatest row, beyond all valid ones where one is negative.
-        most_col: the same of columns.
-        most_edge_id: the same of edge ids.
-        rows_descend: whether rows (compressed: pointers) come in another order than ascending.
-        cols_descend: whether the columns of some row do.
-        checksum: of a square structure given as edges: 0 where it equals its transpose, and with a chance of
-            2^-64 where it does not.
+        rowptr: row pointers, int64 (num_rows + 1,); for edges, undefined if `rows_descend`.
+        col: columns, int32 (num_edges,), undefined if some are out of range.
+        inv_degree: as `Adjacency.inv_degree`, float32 (num_rows,).
+        most_row: largest row as an unsigned number, so that negative rows count as too large.
+        most_col: largest column, likewise as an unsigned number.
+        most_edge_id: largest edge id, likewise as an unsigned number.
+        rows_descend: whether the rows of the edges, or the pointers of compressed rows, do not ascend.
+        cols_descend: whether the columns of some row do not ascend.
+        checksum: for square structures given as edges: 0 if the structure equals its transpose. If it does
+            not, the checksum is 0 with a probability of 2^-64.
         has_empty_rows: whether some row has no entry.
-        ends: first and last of the row pointers.
-        has_loops: of a square structure given as edges: whether some edge is a loop.
-        row_split: on CUDA the work list of rows in row order; None where some row is longer than a slice,
-            except of few edges.
-        order: (num_edges,) position of each entry in the edges, where `sort_edges` sorted them; else None.
-        inv_sqrt_degree: of few edges float32 (num_rows,), as `Adjacency.inv_sqrt_degree` with one loop more.
+        ends: first and last row pointer.
+        has_loops: for square structures given as edges: whether some edge is a loop.
+        row_split: on CUDA, the work list of rows in row order. None if some row is longer than a slice,
+            unless `sort_edges` made it.
+        order: position of each entry in the edges, (num_edges,), if `sort_edges` sorted them; else None.
+        inv_sqrt_degree: from `sort_edges` only: as `Adjacency.inv_sqrt_degree` of the structure with one more
+            loop per node, float32 (num_rows,).
     """
 
     rowptr: Tensor
@@ -63,7 +64,7 @@ class Inspection(NamedTuple):
 
 
 class IndexFacts(NamedTuple):
-    """What `inspect_indices` says, as of `Inspection`."""
+    """Result of `inspect_indices`; the fields are those of `Inspection`."""
 
     most_row: int
     most_col: int
@@ -73,7 +74,7 @@ class IndexFacts(NamedTuple):
 
 
 def inspect_indices(row: Tensor, col: Tensor, *, square: bool) -> IndexFacts:
-    """Inspects edges that will be replaced by others, so only the facts are written.
+    """Inspects edges from which no structure is built: only computes facts, no pointers or columns.
 
     Args:
         row: int32 or int64 (num_edges,), contiguous.
@@ -114,10 +115,10 @@ def inspect_indices(row: Tensor, col: Tensor, *, square: bool) -> IndexFacts:
 
 
 def inspect_square_rows(rowptr: Tensor, col: Tensor) -> IndexFacts:
-    """Looks at the entries of valid compressed rows of a square structure, in pieces.
+    """Inspects the entries of valid compressed rows of a square structure, in pieces.
 
-    Its checksum, 0 of a structure that equals its transpose, is a sum of 64-bit hashes: it is 0 with a chance
-    of 2^-64 for another one.
+    The checksum is a sum of 64-bit hashes. It is 0 if the structure equals its transpose, and with a
+    probability of 2^-64 if it does not.
 
     Args:
         rowptr: int64 (num_rows + 1,), contiguous.
@@ -134,13 +135,13 @@ def inspect_square_rows(rowptr: Tensor, col: Tensor) -> IndexFacts:
 
 
 def inspect_edges(row: Tensor, col: Tensor, num_rows: int, longest: int, *, square: bool) -> Inspection:
-    """Looks at edges whose indices may be anything.
+    """Inspects edges. Their indices may be out of range.
 
     Args:
         row: int32 or int64 (num_edges,), contiguous.
         col: like ``row``.
         num_rows: number of rows.
-        longest: entries of a slice, for `Inspection.row_split`.
+        longest: largest number of entries per slice, for `Inspection.row_split`.
         square: whether there are as many columns as rows.
     """
     # An empty tensor has no address, and an address means that pointers are given; without edges, all of them
@@ -152,14 +153,14 @@ def inspect_edges(row: Tensor, col: Tensor, num_rows: int, longest: int, *, squa
 def inspect_rows(
     rowptr: Tensor, col: Tensor, edge_id: Tensor | None, longest: int, *, copy: bool = True
 ) -> Inspection:
-    """Looks at compressed rows whose pointers and indices may be anything.
+    """Inspects compressed rows. Their pointers and indices may be invalid.
 
     Args:
         rowptr: int64 (num_rows + 1,), contiguous.
         col: int32 or int64 (num_edges,), contiguous.
         edge_id: int32 or int64 (num_edges,), contiguous, or None.
-        longest: entries of a slice, for `Inspection.row_split`.
-        copy: whether `Inspection.col` is another tensor than ``col`` where that is int32.
+        longest: largest number of entries per slice, for `Inspection.row_split`.
+        copy: whether `Inspection.col` is a new tensor even if ``col`` is int32.
     """
     return _inspect(None, col, edge_id, rowptr, longest, False, copy)
 
@@ -205,19 +206,20 @@ def _inspect(
 
 
 def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -> Inspection:
-    """Looks at 1 to `FEW_EDGES` edges as `inspect_edges` does, and sorts them where they may not stay.
+    """Inspects 1 to `FEW_EDGES` edges as `inspect_edges` does, and sorts them if needed.
 
-    That is: by row and column, unless they ascend by row already and need no more. On CUDA edges with very
-    long rows are left to :func:`fastsparse_core.formats.compress.compress`, `Inspection.col` of them too.
+    It sorts them by row and column, unless their rows ascend already. On CUDA, edges with very long rows are
+    not sorted: :func:`fastsparse_core.formats.compress.compress` must sort them, and `Inspection.col` is
+    undefined.
 
     Args:
         row: int32 or int64 (num_edges,), contiguous.
         col: like ``row``.
         shape: numbers of rows, 1 to `FEW_EDGES`, and columns.
-        longest: entries of a slice, for `Inspection.row_split`.
+        longest: largest number of entries per slice, for `Inspection.row_split`.
 
     Returns:
-        What `Inspection` says; `rowptr`, `inv_degree` and `row_split` are those of sorted edges in any case.
+        The facts. `rowptr`, `inv_degree` and `row_split` are always those of the sorted edges.
     """
     device, num_rows, num_edges = row.device, shape[0], row.numel()
     rowptr = torch.empty(num_rows + 1, dtype=torch.int64, device=device)
@@ -292,7 +294,7 @@ def _found(
 
 
 def _empty_for_autograd(length: int, device: torch.device) -> Tensor:
-    """float32 numbers that are kept: they must handle autograd later, wherever they are made."""
+    """Allocates float32 numbers outside of inference mode, because autograd may need them later."""
     if not torch.is_inference_mode_enabled():
         return torch.empty(length, dtype=torch.float32, device=device)
     with torch.inference_mode(False):

@@ -1,8 +1,8 @@
 """Row panels: the entries of many rows at a time, sorted by source, for sums over destinations.
 
-What a kernel adds to a source's result from one window, it adds at once: the taller the windows, the fewer
-additions to memory. The 8 rows of the windows in :mod:`fastsparse_core.formats.bsb` are what tensor cores ask
-for; these windows are as tall as shared memory has space for their features.
+A kernel adds everything that a window contributes to a source's result in one addition to memory. So taller
+windows need fewer additions. Windows of :mod:`fastsparse_core.formats.bsb` have 8 rows because of the tensor
+cores; windows of row panels have as many rows as fit into shared memory with their features.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ _SOLE = -(2**31)
 
 
 class PanelLayout(NamedTuple):
-    """How a structure is cut; `fastsparse_core.policy.panel_layout` chooses.
+    """Sizes of the parts of a structure; `fastsparse_core.policy.panel_layout` chooses them.
 
     Attributes:
-        height: rows of a window, at most `HEIGHT`.
-        num_blocks: blocks of consecutive sources; all windows are worked on for one block before the next, so
-            that the block's results stay in the cache. What a window has in a block is a segment.
-        strip: entries that are summed together, counted from the first one of a segment; a power of two.
-        longest: entries of a slice of a segment at most, a multiple of ``strip``.
+        height: number of rows per window, at most `HEIGHT`.
+        num_blocks: number of blocks of consecutive sources. All windows are processed for one block before
+            the next block, so that the block's results stay in the cache. The entries of a window in a block
+            are a segment.
+        strip: number of entries that are summed together, from the start of a segment on; a power of two.
+        longest: largest number of entries in a slice of a segment, a multiple of ``strip``.
     """
 
     height: int
@@ -42,13 +43,13 @@ class RowPanels(NamedTuple):
     """A structure of shape (num_dst, num_src) in windows of consecutive rows.
 
     Attributes:
-        entry: int32 (num_edges,), by window, source and row: ``64 * source + row in the window``; the highest
-            bit says that all entries of the source are in this strip, so that its sum is its result.
-        other_source: int32, ascending, the sources without that bit and those without entries: their results
-            must start from 0.
-        slices: int64 (num_slices, 2), the segments cut into slices, block by block, as those of a
-            `RowSplit`; the target is always the window.
-        layout: as it was asked for.
+        entry: ``64 * source + row in the window`` of every entry, int32 (num_edges,), by window, source and
+            row. The highest bit says that the strip has all entries of the source, so its sum is the result.
+        other_source: all other sources, int32, ascending: those without this bit, and those without entries.
+            Their results must start from 0.
+        slices: int64 (num_slices, 2), the segments cut into slices, block by block, packed as in `RowSplit`;
+            the target is always the window.
+        layout: sizes of the parts.
     """
 
     entry: Tensor
@@ -71,8 +72,8 @@ class RowPanels(NamedTuple):
         """
         if shape[1] > MOST_SOURCES:
             raise ValueError(
-                f"num_src: expected at most {MOST_SOURCES} for row panels, got {shape[1]}; a larger "
-                "structure stays with csr"
+                f"num_src: expected at most {MOST_SOURCES} for row panels, got {shape[1]}; use "
+                "algorithm='csr' for larger structures"
             )
         height, num_blocks, strip, longest = layout
         num_windows = -(-shape[0] // height)
@@ -94,10 +95,10 @@ class RowPanels(NamedTuple):
 
     @staticmethod
     def entry_order(row: Tensor, col: Tensor, shape: tuple[int, int], height: int) -> Tensor:
-        """Position in the CSR structure of every entry, (num_edges,), int32 where that fits, else int64.
+        """Position in the CSR structure of every entry, (num_edges,), int32 if it fits, else int64.
 
-        Only products with edge values need it. It takes another sort, and is the same for all layouts of that
-        height.
+        Only products with edge values need this order. It takes another sort, and is the same for all layouts
+        with this height.
         """
         pairs = _window_and_entry(row, col, height)
         return compress(*pairs, -(-shape[0] // height), HEIGHT * shape[1])[2]
@@ -108,7 +109,7 @@ def _window_and_entry(row: Tensor, col: Tensor, height: int) -> tuple[Tensor, Te
 
 
 def _cut(segment_ptr: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Segments cut into pieces of ``longest`` entries: the segment and the first entry of every piece."""
+    """Cuts segments into pieces of ``longest`` entries; returns segment and first entry of every piece."""
     per_segment = (segment_ptr.diff() + (longest - 1)) // longest
     end = per_segment.cumsum(0)
     num_pieces = int(end[-1]) if end.numel() else 0
@@ -120,7 +121,7 @@ def _cut(segment_ptr: Tensor, longest: int) -> tuple[Tensor, Tensor]:
 
 
 def _slices(segment_ptr: Tensor, num_blocks: int, longest: int) -> Tensor:
-    """Slices of the segments: block by block, long ones of a block first, else in the order of windows."""
+    """Slices of the segments, block by block: in a block, long slices first, then by window."""
     segment, begin = _cut(segment_ptr, longest)
     length = (segment_ptr[segment + 1] - begin).clamp_(max=longest)
     # floor(log2(length)) + 1, less than 32: slices of one bucket differ in length by less than two.

@@ -1,8 +1,8 @@
-"""Rows of a CSR structure cut into slices of bounded length, long slices first.
+"""Cuts the rows of a CSR structure into slices of bounded length, long slices first.
 
-A slice is what one group of lanes works on, so its greatest length bounds how long one row can keep the grid
-waiting. Slices of like length are neighbours (a warp works on several), in row order among themselves (rows
-that are together share columns on most graphs, and so the cache).
+One group of lanes computes one slice, so the longest slice limits how long the grid waits for a single row.
+Slices of similar length are neighbours, because a warp computes several slices. Slices of similar length are
+in row order, because neighbouring rows share columns, and so cache lines, on most graphs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class RowSplit:
     """Work list of the CSR kernels.
 
     Attributes:
-        slices: int64 (num_slices, 2). Word 0 is the first entry; word 1 packs two int32: the number of
-            entries and the target. A target >= 0 is the row this slice alone computes; a target < 0 is
-            ``~slot``, the place of its partial result.
-        split_row: int32 (num_split_rows,), the rows that have several slices.
-        split_ptr: int64 (num_split_rows + 1,), their ranges of slots.
+        slices: int64 (num_slices, 2). Word 0 is the first entry. Word 1 packs two int32: the number of
+            entries, and the target. A target >= 0 is a row that has only this slice. A target < 0 is
+            ``~slot``, with the slot of the slice's partial result.
+        split_row: the rows with several slices, int32 (num_split_rows,).
+        split_ptr: ranges of slots of these rows, int64 (num_split_rows + 1,).
         num_slots: number of partial results, ``split_ptr[-1]``.
     """
 
@@ -48,8 +48,9 @@ class RowSplit:
 
         Args:
             rowptr: (num_rows + 1,).
-            longest: entries of a slice at most.
-            step: entries that a kernel takes at a time: slices of as many steps are of like length.
+            longest: largest number of entries per slice.
+            step: number of entries that a kernel processes at a time. Slices with equally many steps count as
+                equally long.
         """
         length = rowptr.diff()
         num_rows = length.numel()
@@ -87,16 +88,16 @@ class RowSplit:
 
     @functools.cached_property
     def num_longest(self) -> int:
-        """Number of slices of at least `LONGEST` entries, which come first of those."""
+        """Number of slices of at least `LONGEST` entries, which come before all others."""
         return self._num_of_at_least(LONGEST)
 
     @functools.cached_property
     def longest(self) -> int:
-        """Entries of the longest slice, 0 without slices; read from the device once."""
+        """Number of entries of the longest slice, 0 without slices; read from the device once."""
         return int(self.slices.view(torch.int32)[:, 2].max()) if self.slices.size(0) else 0
 
     def place(self) -> tuple[int, int]:
-        """Address of the slices, and how many there are."""
+        """Address and number of the slices."""
         return self.slices.data_ptr(), self.slices.size(0)
 
     def _num_of_at_least(self, length: int) -> int:
@@ -108,7 +109,7 @@ class RowSplit:
 
 
 def addresses_of(split: RowSplit | None) -> tuple[int, int, int, int, int]:
-    """A work list as the structures of `_C` take it; None: there is none."""
+    """A work list in the form that the structures of `_C` take; None if there is none."""
     if split is None:
         return (0, 0, 0, 0, 0)
     return (
@@ -120,11 +121,11 @@ def addresses_of(split: RowSplit | None) -> tuple[int, int, int, int, int]:
 
 
 def unsplit_rows(workspace: Tensor, num_rows: int | None = None) -> RowSplit:
-    """The work list of rows that no slice cuts.
+    """The work list for rows that have one slice each.
 
     Args:
-        workspace: int64, (num_rows, 2) or more: the slices in row order, and perhaps something behind them.
-        num_rows: number of slices; None: all of ``workspace``.
+        workspace: the slices in row order, int64 (num_rows, 2), possibly followed by other data.
+        num_rows: number of slices; None: all rows of ``workspace``.
     """
     none, start = _no_split_rows(workspace.device)
     if num_rows is None:
@@ -133,7 +134,7 @@ def unsplit_rows(workspace: Tensor, num_rows: int | None = None) -> RowSplit:
 
 
 class _UnsplitRows(RowSplit):
-    """Slices at the beginning of a tensor, which a view is made of only where someone asks for it."""
+    """A work list at the beginning of a tensor. The view of its slices is made at the first use."""
 
     def __init__(
         self, workspace: Tensor, split_row: Tensor, split_ptr: Tensor, num_slots: int, num_rows: int
@@ -166,14 +167,14 @@ def _no_split_rows(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def split_rows(rowptr: Tensor, longest: int, *, is_cut: bool = True) -> RowSplit:
-    """The work list of rows: on CUDA in few launches and one read from the device.
+    """The work list of rows; on CUDA it takes few launches and one read from the device.
 
-    As `RowSplit.from_rowptr`, except for the order: full slices of split rows come first.
+    The result is that of `RowSplit.from_rowptr` in another order: full slices of split rows come first.
 
     Args:
         rowptr: int64 (num_rows + 1,).
-        longest: entries of a slice, a power of two.
-        is_cut: whether a row may have more entries. Where none has, nothing is read.
+        longest: largest number of entries per slice, a power of two.
+        is_cut: whether some row may have more entries than ``longest``. If False, nothing is read.
     """
     if rowptr.device.type != "cuda":
         return RowSplit.from_rowptr(rowptr, longest)
@@ -214,14 +215,14 @@ def split_rows(rowptr: Tensor, longest: int, *, is_cut: bool = True) -> RowSplit
 
 
 def shared_group_share(rowptr: Tensor, longest: int) -> float:
-    """Share of the edge groups that another group shares its row with ("Decoupled SSD", table I).
+    """Share of the edge groups whose row has several groups ("Decoupled SSD", table I).
 
     Args:
         rowptr: int64 (num_rows + 1,).
-        longest: entries of a group, at most.
+        longest: largest number of entries per group.
 
     Returns:
-        from 0 to 1: of all groups with entries those that cannot store their row by themselves.
+        The share, from 0 to 1. Groups without entries are not counted.
     """
     groups = (rowptr.diff() + (longest - 1)) // longest
     shared = groups[groups > 1].sum()

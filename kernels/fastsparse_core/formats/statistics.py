@@ -1,4 +1,4 @@
-"""What the formats make of a structure: vectors, zeros, instructions, bytes (FlashSparse, tables 2, 7)."""
+"""Counts vectors, zeros, instructions and bytes of a structure's formats (FlashSparse, tables 2 and 7)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ _PADDING = 8
 class FormatStatistics:
     """Counts for one structure and one grouping of its rows.
 
-    "8x1" and "16x1" mean windows of 8 and of 16 rows; the latter join two of the former. A window of 16 rows
-    is what the instruction takes without FlashSparse's exchange of operands (section 3.2).
+    "8x1" and "16x1" mean windows of 8 and of 16 rows. A window of 16 rows consists of two windows of 8 rows.
+    Without FlashSparse's exchange of operands (section 3.2), the instruction needs windows of 16 rows.
 
     Attributes:
-        num_edges: entries.
-        vectors_8x1: non-zero vectors; a repeated edge has a vector of its own.
-        vectors_16x1: the same for windows of 16 rows.
-        zeros_8x1: zeros inside the vectors (table 2).
-        zeros_16x1: the same for windows of 16 rows.
-        mma_8x1: instructions m16n8k16 of a product with 16 features: one for 16 vectors.
-        mma_16x1: the same for windows of 16 rows: two for 16 vectors, each for 8 features (figure 14).
-        bsb_bytes: binary sparse blocks, without the places of edge values.
-        me_bcrs_bytes: ME-BCRS with 16-bit values and 32-bit indices (section 3.5).
-        sr_bcrs_bytes: SR-BCRS, the same padded to 8 vectors, with two pointers per window (table 7).
-        csr_bytes: CSR with 16-bit values and 32-bit indices.
+        num_edges: number of entries.
+        vectors_8x1: number of non-zero vectors; a repeated edge has a vector of its own.
+        vectors_16x1: number of non-zero vectors in windows of 16 rows.
+        zeros_8x1: number of zeros inside the vectors (table 2).
+        zeros_16x1: number of zeros inside the vectors of windows of 16 rows.
+        mma_8x1: number of instructions m16n8k16 in a product with 16 features: one per 16 vectors.
+        mma_16x1: number of these instructions for windows of 16 rows: two per 16 vectors, each for 8 features
+            (figure 14).
+        bsb_bytes: bytes of binary sparse blocks, without the positions of edge values.
+        me_bcrs_bytes: bytes of ME-BCRS with 16-bit values and 32-bit indices (section 3.5).
+        sr_bcrs_bytes: bytes of SR-BCRS: ME-BCRS padded to 8 vectors, with two pointers per window (table 7).
+        csr_bytes: bytes of CSR with 16-bit values and 32-bit indices.
     """
 
     num_edges: int
@@ -53,8 +54,7 @@ def statistics(adj: Rows, window_row: Tensor | None = None) -> FormatStatistics:
 
     Args:
         adj: the structure.
-        window_row: a grouping as of :func:`~fastsparse_core.formats.grouping.group_rows`; None: consecutive
-            rows.
+        window_row: result of :func:`~fastsparse_core.formats.grouping.group_rows`; None: consecutive rows.
     """
     low = vectors_per_window(adj, window_row)
     high = vectors_per_window(adj, window_row, height=2 * HEIGHT)
@@ -81,5 +81,5 @@ def statistics(adj: Rows, window_row: Tensor | None = None) -> FormatStatistics:
 
 
 def _rounded(vectors: Tensor, multiple: int) -> int:
-    """Groups of ``multiple`` vectors when every window has its own."""
+    """Number of groups of ``multiple`` vectors, if no group spans two windows."""
     return int(((vectors + (multiple - 1)) // multiple).sum())

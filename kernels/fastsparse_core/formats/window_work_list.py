@@ -1,7 +1,7 @@
-"""Work lists of the tensor-core kernels: slices of heavy windows, and runs of short ones.
+"""Work lists of the tensor-core kernels: slices of long windows, and runs of short windows.
 
-A warp that takes one short window waits for its columns, then for its features, and then has nothing left to
-do. Given several, it has the next window's features on the way while it finishes the last one.
+A warp with a single short window waits for its columns, then for its features, and is done. A warp with a run
+of windows loads the features of the next window while it computes the current one.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _BLOCK_QUADS = BLOCK // QUAD
 
 
 def join_short_windows(window_ptr: Tensor, split: RowSplit, blocks: int) -> Tensor:
-    """Joins consecutive windows that one slice covers to runs of about ``blocks`` blocks.
+    """Joins consecutive windows with one slice each into runs of about ``blocks`` blocks.
 
     Args:
-        window_ptr: int32 or int64 (num_windows + 1,), the range of quads of every window.
-        split: the windows cut into slices; slices of windows that have several stay as they are.
-        blocks: from 1, no joining but of windows without blocks, to 32.
+        window_ptr: range of quads of every window, int32 or int64 (num_windows + 1,).
+        split: the windows cut into slices. Slices of windows with several slices are not joined.
+        blocks: number of blocks of a run, from 1 (joins only windows without blocks) to 32.
 
     Returns:
-        int32 (num_runs, 4), long runs first: first quad, number of quads, target (the first window, or
-        ``~slot`` for a slice of a window), number of windows.
+        The runs, int32 (num_runs, 4), long runs first: first quad, number of quads, target (the first window,
+        or ``~slot`` for a slice of a window), number of windows.
     """
     assert 1 <= blocks <= MOST_WINDOWS
     device = window_ptr.device
@@ -64,19 +64,20 @@ def _blocks(quads: Tensor) -> Tensor:
 
 
 def slot_starts(bsb: Bsb, rowptr: Tensor, split: RowSplit) -> tuple[Tensor, Tensor]:
-    """Where the slices of windows that have several start among the entries of the CSR structure.
+    """Positions in the CSR structure at which the slices of windows with several slices start.
 
-    Rows' entries follow each other in the vectors as they do in the CSR structure, so that a slice begins as
-    many entries behind the row's first one as the masks before it count.
+    The entries of a row have the same order in the vectors and in the CSR structure. So the masks before a
+    slice tell how many entries of a row are before the slice.
 
     Args:
         bsb: the structure in blocks.
-        rowptr: int64 (num_rows + 1,), the same structure's ranges of entries.
-        split: its windows cut into slices.
+        rowptr: row pointers of the structure, int64 (num_rows + 1,).
+        split: the windows cut into slices.
 
     Returns:
-        The window of every slot, int32 (num_slots,), and the position of every row's first entry in it, int64
-        (num_slots, 8); what it says of rows that do not exist means nothing.
+        The window of every slot, int32 (num_slots,). And for every slot and row of the window, the CSR
+        position of the row's first entry in the slice, int64 (num_slots, 8), undefined for rows that do not
+        exist.
     """
     window = torch.repeat_interleave(split.split_row, split.split_ptr.diff(), output_size=split.num_slots)
     entry = rowptr.new_empty(split.num_slots, HEIGHT)

@@ -22,7 +22,7 @@ _ALL_TERMS = 3
 
 
 def is_laid_out(x: Tensor, *contiguous: Tensor) -> bool:
-    """Whether 16-byte loads can read float32 tensors: the rows of ``x``, and other, contiguous matrices."""
+    """Whether 16-byte loads can read float32 tensors: the rows of ``x``, and the contiguous matrices."""
     row_stride, column_stride = x.stride()
     if column_stride != 1 or row_stride % 4 or x.data_ptr() % 16:
         return False
@@ -99,7 +99,7 @@ def gradients_of_parameters(
     """Gradients of the weights and the bias of `aggregate_and_transform`, under the same conditions.
 
     Args:
-        grad: gradient of its result.
+        grad: gradient of the result.
         sums: sums of the neighbours' features, contiguous.
         own: features of the destinations; `is_laid_out` must be true for them.
         needs_bias: whether the gradient of the bias is wanted.

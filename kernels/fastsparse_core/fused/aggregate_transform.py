@@ -120,7 +120,8 @@ def aggregate_linear(
         + \mathbf{b}
 
     with :math:`\bigoplus` a sum or mean. The destinations are the first sources. Under autocast, neighbours
-    are summed in its dtype or, if that moves fewer bytes (`policy.casts_first`), in float32, as in PyG.
+    are summed in float32, as in PyG, or, if that moves fewer bytes (`policy.casts_first`), in the autocast
+    dtype.
 
     Args:
         adj: structure (num_dst, num_src), with num_dst <= num_src.
@@ -216,8 +217,8 @@ def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
     .. math::
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \mathbf{x}_j + (1 + \epsilon) \, \mathbf{x}_i
 
-    The node's own part is computed as one more entry of its row. Under autocast, the result has autocast's
-    dtype. Callers must pass it to a linear layer, which would cast it anyway.
+    The node's own part is computed as one more entry of its row. Under autocast, the result has the autocast
+    dtype, so callers must pass it to a linear layer, which would cast it anyway.
 
     Args:
         adj: square structure.
@@ -307,7 +308,9 @@ class _Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What calls with tensors of the same kinds share. The structure stores it, so it must not refer to it.
+    """Values shared by calls with tensors of the same kinds.
+
+    The structure stores its plans, so a plan must not refer to the structure.
 
     Attributes:
         out_by_in: as in the form.
@@ -319,14 +322,14 @@ class _Plan:
         scale_dst: (num_dst,), in the form that kernels read, or None.
         scale_src: (num_src,), in the form that kernels read, or None.
         loop: value of the self loops that the form adds; None: none.
-        algorithm: of the sum.
-        dtype: of the products.
+        algorithm: algorithm of the sum.
+        dtype: dtype of the products.
         given: dtypes of x, weight, bias and root_weight.
         num_rows: number of rows of the result.
         is_sage: whether two linear maps follow sums without edge values, a case with special kernels.
         casts_first: whether features are cast before they are summed.
         transforms: whether one kernel can compute both linear maps for these sizes.
-        width: of the features.
+        width: width of the features.
         columns: number of columns to which features are padded with zeros before they are multiplied, if they
             need no gradient; 0: no padding.
     """
@@ -377,27 +380,26 @@ def _in_one_node(
     add to results and gradients in place. For a new structure, the gradient of the features is computed
     without its transpose (`policy.scatters`), on CUDA with atomics.
 
-    Under autocast, products are computed in its dtype, and gradients have the dtype of the tensor that they
-    belong to. The gradient of a float32 bias is summed in float32. So is, on CUDA with torch 2.8 or later,
-    that of float32 weights.
+    Under autocast, products are computed in the autocast dtype, and gradients have the dtype of the tensor
+    that they belong to. The gradient of a float32 bias is summed in float32. On CUDA with torch 2.8 or later,
+    the gradient of float32 weights is summed in float32 too.
 
     Args:
         adj: structure (num_dst, num_src).
         form: fields of a `_Form` as a plain tuple, which is faster to create.
         x: features (num_src, in width); `is_plain_eager` must be true for them. With ``root_weight``, the
             destinations are the first sources.
-        value: of the edges, (num_values,), in the dtype of ``x``; None: 1.
+        value: edge values (num_values,) in the dtype of ``x``; None: 1.
         weight: multiplied by the sums, in the layout of ``form``; None: no linear map.
         bias: (out width,) or None.
         root_weight: multiplied by the nodes' own features, in the shape of one weight; or None.
-        loop: value of self loops in place of the form's, one constant in the accumulation dtype; None: the
-            form's.
+        loop: value of the self loops, one constant in the accumulation dtype; None: 1 if the form adds loops.
         scale_dst: constant s, (num_dst,); None: 1, or the inverse degree for a mean.
         scale_src: constant t, (num_src,); None: 1.
 
     Returns:
-        (num_dst, out width), in autocast's dtype if it is on; differentiable twice. None if operators have to
-        run one by one, because dtypes, devices or sizes do not fit.
+        (num_dst, out width), under autocast in the autocast dtype; differentiable twice. None if separate
+        operators have to run, because dtypes, devices or sizes do not fit.
     """
     key = (
         form,
@@ -436,7 +438,7 @@ def _product_dtype(
     bias: Tensor | None,
     root_weight: Tensor | None,
 ) -> torch.dtype | None:
-    """The dtype of a call's products; None if operators have to run one by one."""
+    """The dtype of a call's products; None if separate operators have to run."""
     others = [each for each in (value, weight, bias, root_weight) if each is not None]
     if (
         adj.is_partitioned

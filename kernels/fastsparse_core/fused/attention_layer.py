@@ -78,16 +78,16 @@ def attention_layer(
         x: features (N, F) of sources and destinations.
         maps: linear layers, in the order of `score`; none: additive attention without a linear map.
         vectors: learned vectors of the heads, in the order of `score`.
-        bias: of the result; None: 0.
+        bias: bias of the result; None: 0.
         heads: number of heads.
-        scale: of dot products, or the slope of the leaky ReLU.
+        scale: factor of dot products, or slope of the leaky ReLU.
         dropout_p: probability with which a weight is dropped.
         mean: whether the result is the mean of the heads.
         kind: the framework's class of linear layers.
-        edges: features (num_values, A) in the caller's edge order, and their linear layer without bias to
-            (num_values, heads * D). Additive attention adds its result to the values (None for the layer:
-            adds nothing). It takes a third item, a weight (heads, A): its product with the features is added
-            to the scores. Only on the CPU.
+        edges: edge features (num_values, A) in the caller's edge order, and a linear layer without bias that
+            maps them to (num_values, heads * D). Additive attention adds the mapped features to the values;
+            if the layer is None, it adds nothing. It also takes a third item, a weight (heads, A), whose
+            product with the features is added to the scores. Supported on the CPU only.
 
     Returns:
         (N, heads * D), or (N, D) for the mean, in autocast's dtype if it is on; differentiable twice. None if
@@ -161,7 +161,7 @@ def attention_layer(
         return None
     widths, width = tuple(sizes), sizes[0]
     if not heads:
-        raise ValueError("heads (of DGL's layers num_heads): expected at least 1, got 0")
+        raise ValueError("heads (num_heads in DGL's layers): expected at least 1, got 0")
     if (
         widths.count(width) < len(widths)
         or width % heads
@@ -207,7 +207,7 @@ def _edges(
     width: int,
     kind: type[nn.Module],
 ) -> LayerEdges | None:
-    """The edges' tensors in the form that the node takes; None: operators have to run one by one."""
+    """The edges' tensors in the form that the node takes; None if separate operators have to run."""
     features, module, *rest = edges
     of_scores: Tensor | None = rest[0] if rest else None
     weight = None
@@ -241,7 +241,7 @@ def _plan(
     algorithm: str,
     records: bool,
 ) -> Any:
-    """The plan that computes everything after the linear maps in one call; None: operators run one by one."""
+    """The plan that computes everything after the linear maps in one call; None: separate operators run."""
     if x.is_cuda:
         if not x.shape[0]:
             return None
@@ -259,7 +259,7 @@ def _plan(
 def _attend(
     call: LayerCall, x: Tensor, bias: Tensor | None, edges: LayerEdges | None, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, tuple[Any, ...]]:
-    """The result; features and weight as they were multiplied; their product; what the backward needs."""
+    """The result; features and weight in the dtype of the product; the product; tensors for the backward."""
     vectors, features = tensors[: call.num_vectors], x if x.dtype == call.dtype else x.to(call.dtype)
     joint, matrix = _project(call, features, tensors)
     out, kept = _attend_to(call, joint, vectors, bias, edges)
@@ -348,7 +348,7 @@ def _project(call: LayerCall, features: Tensor, tensors: tuple[Tensor, ...]) -> 
 
 
 class _AttentionLayer(torch.autograd.Function):
-    """With dJ, the kernels' gradient of the linear maps' results: dW = dJ^T X, dX = dJ W."""
+    """dW = dJ^T X and dX = dJ W, with dJ the kernels' gradient of the linear maps' results."""
 
     @staticmethod
     def forward(

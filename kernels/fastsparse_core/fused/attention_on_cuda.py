@@ -28,9 +28,9 @@ _PARTS = 4
 
 
 class _Provisional(NamedTuple):
-    """A plan that a later call may replace, because its structure is converted, or its slices are sorted.
+    """A plan that a later call may replace, because the structure gets another format, or sorted slices.
 
-    Calls count uses here, so that the rules are not evaluated in every call.
+    Calls count uses of the plan, so that the rules are not evaluated in every call.
     """
 
     plan: Plan
@@ -71,11 +71,11 @@ def plan_of(
     Args:
         adj: structure.
         score: the kind of attention; it must have a kernel.
-        dtype: of the features.
-        widths: of the linear maps' results.
+        dtype: dtype of the features.
+        widths: widths of the linear maps' results.
         heads: number of heads.
-        scale: of dot products, or the slope of the leaky ReLU.
-        algorithm: the caller's choice. For the backward pass of dot products, the kernel of the forward pass.
+        scale: factor of dot products, or slope of the leaky ReLU.
+        algorithm: the caller's choice; for the backward pass of dot products, the kernel of the forward pass.
         records: whether a backward pass follows.
         backward: whether the plan is for the backward pass.
     """
@@ -223,7 +223,7 @@ def kept_for(
 def attend(
     call: LayerCall, joint: Tensor, vectors: Sequence[Tensor], bias: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The result with the bias; for the backward pass, the nodes' state and the result of attention."""
+    """The result with the bias; and for the backward pass, the nodes' state and the attention's result."""
     plan, num_nodes, width = call.plan, joint.shape[0], call.widths[0]
     first, second, _ = _operands(vectors)
     is_float = False

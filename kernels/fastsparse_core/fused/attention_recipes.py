@@ -1,8 +1,8 @@
 """GAT, GATv2 and the graph transformer after their linear maps: results and attention weights.
 
 A call that returns the weights, multiplies them by a factor, or drops all of them (p = 1) stores the weight
-of every edge. Any other call is one operator. `gat` and `gatv2` return the weights after dropout, which the
-sum uses; `transformer` returns them before dropout.
+of every edge. All other calls run one operator. `gat` and `gatv2` return the weights after dropout, as they
+are in the sum; `transformer` returns them before dropout.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def gat(
         score_dst: s, (num_dst, H).
         score_src: t, (num_src, H).
         value: v, (num_src, H * D).
-        slope: of the leaky ReLU.
-        edge_scores: e, (num_values, H).
+        slope: slope of the leaky ReLU.
+        edge_scores: e, (num_values, H); None: 0.
         p: probability with which a weight is dropped.
         drop: function that drops weights, if all weights are stored; None: dropout with `p`.
         factor: (num_values, 1) or (1, 1), multiplies the weights after dropout.
         wants_weights: whether to return the weights.
-        dtype: of the weights; None: that of the operator.
+        dtype: dtype of the weights; None: that of the operator.
 
     Returns:
-        (num_dst, H * D), and the weights (num_values, H) after dropout and factor, if they were stored.
+        (num_dst, H * D), and the weights (num_values, H) after dropout and factor; None if not stored.
     """
     alpha = None
     if wants_weights or factor is not None or p >= 1:
@@ -100,18 +100,18 @@ def gatv2(
     Args:
         adj: structure.
         x_dst: features of the destinations, (num_dst, H * D).
-        x_src: of the sources, (num_src, H * D).
+        x_src: features of the sources, (num_src, H * D).
         att: a, (H, D).
-        slope: of the leaky ReLU.
+        slope: slope of the leaky ReLU.
         edges: features (num_values, A) and the weight (H * D, A) whose product is e.
         edge_rows: e itself, (num_values, H * D), if the caller has it.
         p: probability with which a weight is dropped.
         drop: function that drops weights, if all weights are stored; None: dropout with `p`.
         wants_weights: whether to return the weights.
-        dtype: of the weights; None: that of the operator.
+        dtype: dtype of the weights; None: that of the operator.
 
     Returns:
-        (num_dst, H * D), and the weights (num_values, H) after dropout, if they were stored.
+        (num_dst, H * D), and the weights (num_values, H) after dropout; None if not stored.
     """
     of_edges: Any = {} if edges is None else {"edge_attr": edges[0], "edge_weight": edges[1]}
     alpha = None
@@ -139,7 +139,7 @@ def transformer(
     p: float = 0.0,
     ends: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""Scaled dot-product attention; a row per edge is added to its key and value.
+    r"""Scaled dot-product attention; edge features are added to keys and values.
 
     .. math::
         \mathbf{y}_i = \sum_j \alpha_{ij} (\mathbf{v}_j + \mathbf{e}_{ij}), \qquad \alpha_{ij} =
@@ -157,7 +157,7 @@ def transformer(
         ends: queries and keys for the returned weights; None: no weights are returned.
 
     Returns:
-        (num_dst, H * D), and the weights (num_values, H) before dropout, with ``ends``.
+        (num_dst, H * D), and the weights (num_values, H) before dropout; None without ``ends``.
     """
     of_edges: Any = {} if edges is None else {"edge_attr": edges[0], "edge_weight": edges[1]}
 

@@ -22,7 +22,7 @@ def add_bias(out: Tensor, bias: Tensor) -> Tensor:
 
     Args:
         out: (N, ...).
-        bias: in the shape of a row, or a shape that is broadcast to it.
+        bias: its shape is that of a row, or broadcasts to it.
     """
     if torch.is_grad_enabled() and out.shape[1:] == bias.shape and _sums_by_itself(out, bias):
         return _Bias.apply(out, bias, False)
@@ -53,7 +53,7 @@ def _sums_by_itself(rows: Tensor, bias: Tensor) -> bool:
 
 
 class _Bias(torch.autograd.Function):
-    """Adds a bias, unless it was added outside of autograd before (``is_added``); db = sum of dY."""
+    """Adds a bias, unless it was already added outside of autograd (``is_added``); db = sum of dY."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, bias: Tensor, is_added: bool) -> Tensor:

@@ -37,7 +37,7 @@ def cosine_attention(adj: Adjacency, x: Tensor, beta: Tensor) -> Tensor | None:
         beta: :math:`\beta`, (1,).
 
     Returns:
-        (N, F), differentiable twice. None if operators have to run one by one: the call is traced or under
+        (N, F), differentiable twice. None if separate operators have to run: the call is traced or under
         autocast, devices or dtypes differ, or there is no kernel.
     """
     if not (

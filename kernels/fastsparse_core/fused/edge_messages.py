@@ -39,15 +39,15 @@ def can_pass_messages(
 ) -> bool:
     """Whether :func:`gine_layer` and :func:`gated_layer` support a call.
 
-    They need a square structure, and plain tensors on one device and of one dtype. Under autocast, tensors
-    may have autocast's dtype or float32.
+    Both need a square structure, and plain tensors on one device and of one dtype. Under autocast, tensors
+    may have the autocast dtype or float32.
 
     Args:
         adj: structure.
         x: features of the nodes; `is_plain_eager` must be true for them.
         edge: features of the edges.
         others: weights and biases.
-        under: autocast's dtype, if autocast is on.
+        under: autocast dtype, if autocast is on.
     """
     dtype, device = x.dtype, x.device
     dtypes = (dtype,) if under is None else (under, torch.float32)
@@ -109,7 +109,7 @@ def gine_layer(
         eps: :math:`\epsilon`, one number without gradient; None: only the sum, without :math:`\mathbf{x}_i`.
         after: :math:`\mathbf{U}`, (out width, F), or None: then the result is :math:`\mathbf{y}`.
         after_bias: :math:`\mathbf{c}`, (out width,), with ``after``, or None.
-        under: autocast's dtype, used for the last product, or None. Messages have the dtype of ``x``.
+        under: autocast dtype, used for the last product, or None. Messages have the dtype of ``x``.
 
     Returns:
         (N, F) or (N, out width); differentiable twice in all tensors except ``eps``.
@@ -132,12 +132,12 @@ def _linear(
     dtype: torch.dtype,
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
 ) -> Tensor:
-    """A linear map in a dtype. Its operands are cast before, so autocast casts nothing."""
+    """A linear map whose operands are cast to a dtype, independently of autocast."""
     return linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
 
 
 class _Gine(torch.autograd.Function):
-    """Stores relu's signs, not the features, so callers may edit these even before second derivatives.
+    """GINE layer. It stores relu's signs, not the features, so callers may edit the features later.
 
     The input of the last map is a second result, which callers do not see. Through it, the gradient of that
     map is differentiable again.
@@ -293,7 +293,7 @@ def gated_layer(
         biases: biases of the three maps, (F,) each.
         root: :math:`\mathbf{W}`, (F, in width), or None.
         bias: :math:`\mathbf{b}`, (F,), or None.
-        under: autocast's dtype, used for everything except the addition of the bias, or None.
+        under: autocast dtype, used for everything except the addition of the bias, or None.
 
     Returns:
         (N, F); differentiable twice in all tensors.
@@ -428,7 +428,7 @@ def _unfused_layer(
     bias: Tensor | None,
     *maps: Tensor,
 ) -> Tensor:
-    """`gated_layer` by operators with gradients of their own."""
+    """`gated_layer` by differentiable operators."""
     in_width, dtype = x.shape[1], x.dtype
     of_nodes = F.linear if edge is None else linear_before_sum
     query, value, key = (

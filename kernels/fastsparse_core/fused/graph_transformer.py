@@ -59,16 +59,17 @@ class GraphTransformer(nn.Module):
     def transform(
         self, adj: Adjacency, x_dst: Tensor, x_src: Tensor, edge_attr: Tensor | None = None
     ) -> Tensor:
-        """The layer on a structure: (num_dst, in_width) and (num_src, in_width) to (num_dst, out_width).
-
-        ``edge_attr``, (num_values, edge_width), is added to keys and values if the layer has an
-        ``edge_width``.
+        """Computes the layer on a structure.
 
         Args:
-            adj: the structure.
+            adj: structure (num_dst, num_src).
             x_dst: (num_dst, in_width), float64, float32, float16 or bfloat16.
             x_src: (num_src, in_width), in the dtype of ``x_dst``.
-            edge_attr: (num_values, edge_width), in the dtype of ``x_dst``.
+            edge_attr: (num_values, edge_width), in the dtype of ``x_dst``, if the layer has an
+                ``edge_width``. A linear map of it is added to keys and values.
+
+        Returns:
+            (num_dst, out_width).
         """
         if x_src is x_dst:
             key, value, query = joint_linear(x_src, (self.key, self.value, self.query))

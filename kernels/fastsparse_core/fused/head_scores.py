@@ -30,7 +30,7 @@ def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     .. math::
         s_{ih} = \langle \mathbf{a}_h, \mathbf{x}_{ih} \rangle
 
-    The backward pass needs no other tensor as large as the features. Autocast does not lower the precision.
+    Besides the features, the backward pass needs no tensor of their size. Autocast does not change the dtype.
 
     Args:
         feat: features (N, ..., H * D), the heads side by side.
@@ -47,7 +47,7 @@ def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
 
 
 class _HeadScores(torch.autograd.Function):
-    """Saves the 16-bit features, not their float32 copy as plain operators would, and casts them twice."""
+    """Saves 16-bit features and casts them in both passes. Plain operators would save a float32 copy."""
 
     @staticmethod
     def forward(ctx: Any, feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
@@ -74,7 +74,7 @@ def edge_scores(features: Tensor, weight: Tensor, vector: Tensor) -> Tensor:
     The vector and the linear map are multiplied first, so that no H * D numbers per edge are computed.
 
     Args:
-        features: of the edges (E, A).
+        features: features of the edges (E, A).
         weight: :math:`\mathbf{W}`, (H * D, A), of a linear map without bias.
         vector: :math:`\mathbf{a}`, (1, H, D).
 
@@ -213,7 +213,7 @@ def gradients_of_scores(
 
 
 def _has_kernel(rows: Tensor) -> bool:
-    """Whether the CPU's kernel supports the call. Tensors in a trace have no address for it."""
+    """Whether the CPU kernel supports the call; not in a trace, where tensors have no address."""
     return rows.is_cpu and is_plain_eager(rows) and rows.numel() > 0 and rows.stride(1) == 1
 
 

@@ -1,4 +1,4 @@
-"""Joins linear maps with the same input, as in attention layers, or whose results are added (GraphSAGE)."""
+"""Joins linear maps that have the same input (attention layers), or whose results are added (GraphSAGE)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastsparse_core.ops._eager import is_plain_eager, is_plain_linear
 
 
 def may_be_cast(network: Any) -> bool:
-    """Whether a network's input may be in autocast's dtype: autocast is off, or a linear map comes first."""
+    """Whether a network's input may have the autocast dtype: autocast is off, or a linear map comes first."""
     return not is_any_autocast_enabled() or first_linear(network)[0] is not None
 
 

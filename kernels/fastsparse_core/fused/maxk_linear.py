@@ -37,9 +37,9 @@ def aggregate_cbsr(
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
 ) -> Tensor:
-    """``transform(ssd(adj, cbsr, ...), cbsr)``, for which autograd stores only ``cbsr`` and ``value``.
+    """Computes ``transform(ssd(adj, cbsr, ...), cbsr)``; autograd stores only ``cbsr`` and ``value``.
 
-    For maps that :func:`maxk_linear` does not support; that function takes less host time.
+    It is used for maps that :func:`maxk_linear` does not support. :func:`maxk_linear` takes less host time.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -49,10 +49,10 @@ def aggregate_cbsr(
             arguments, ``weight`` and constants: edits of other tensors would not be detected.
         weight: the weight that ``transform`` uses. If the features have a gradient, it must not be edited
             before the backward pass, as with a linear layer.
-        value: edge values, see :func:`fastsparse_core.ssd`.
+        value: edge values as in :func:`fastsparse_core.ssd`.
         reduce: ``"sum"`` or ``"mean"``.
-        scale_dst: constant (num_dst,).
-        scale_src: constant (num_src,).
+        scale_dst: constant factors of the rows, (num_dst,); None: 1.
+        scale_src: constant factors of the columns, (num_src,); None: 1.
     """
 
     def run(values: Tensor, ids: Tensor, value: Tensor | None, *_: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ def aggregate_cbsr(
 
 
 def densifies(values: Tensor, k: int, width: int) -> bool:
-    """Whether a layer on dense activations is faster, according to the rule for ``auto`` of :func:`ssd`.
+    """Whether a layer on dense activations is faster, by the rule for ``algorithm="auto"`` of :func:`ssd`.
 
-    If `ssd` would convert the sparse rows to dense ones first, it is better not to create sparse rows. The
-    dense layer aggregates once per pass, and can put its linear map before or after, whichever is cheaper.
+    If `ssd` would convert the sparse rows to dense ones first, sparse rows should not be created. The dense
+    layer aggregates once per pass, and can apply its linear map before or after the aggregation.
 
     Args:
         values: dense features, or the kept entries of sparse features.
@@ -102,7 +102,7 @@ def can_maxk_linear(
         adj: structure.
         cbsr: sparse features of the sources.
         weight: multiplied by the aggregated neighbours.
-        bias: of the result, or None.
+        bias: bias of the result, or None.
         root_weight: multiplied by the destinations, which are the first sources; or None.
         out_by_in: as for :func:`maxk_linear`.
     """
@@ -206,7 +206,7 @@ def maxk_linear(
         scale_src: constant :math:`t`, (num_src,); None: 1.
 
     Returns:
-        (num_dst, out width), in autocast's dtype if it is on; differentiable twice.
+        (num_dst, out width), under autocast in the autocast dtype; differentiable twice.
     """
     algorithm = policy.requested("ssd", "auto")
     values, value, scale_dst, scale_src = operands(adj, cbsr, value, reduce, scale_dst, scale_src)

@@ -31,7 +31,7 @@ class Scaled(NamedTuple):
 
     Attributes:
         adj: square structure.
-        names: of the aggregations.
+        names: names of the aggregations.
         towers: number of towers.
         min_variance: largest variance for which the standard deviation is 0.
         factors: for each scaler, the factor of every node's aggregations, (N,); None: 1.
@@ -127,8 +127,8 @@ def scaled_aggregation(
         \mathbf{y}_i = \mathbf{V} \mathbf{x}_i + \mathbf{c} + \sum_k s_{ik} \mathbf{U}_k \bigoplus_j
         (\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b})
 
-    Autograd gets one node if the call is eager, without autocast, and all towers read all features.
-    Otherwise, operators run one by one.
+    It is one autograd node if the call is eager, without autocast, and all towers read all features.
+    Otherwise, separate operators run.
 
     Args:
         of: the aggregations.
@@ -221,7 +221,7 @@ def _by_operators(
     edge_weight: Tensor | None,
     *weights: Tensor,
 ) -> Tensor:
-    """`scaled_aggregation` by operators with gradients of their own."""
+    """`scaled_aggregation` by differentiable operators."""
     dst, src, own = node_parts(x, matrix, bias, of.towers * weights[0].size(0))
     aggregated = multi_aggregate(
         of.adj,

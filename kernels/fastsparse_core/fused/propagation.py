@@ -26,7 +26,7 @@ class _Steps(NamedTuple):
         adj: square structure.
         scale_dst: constant factor of every row, in the accumulation dtype, or None.
         scale_src: constant factor of every column, in the accumulation dtype, or None.
-        algorithm: of the products.
+        algorithm: algorithm of the products.
         alpha: weight of the terms; None: they are added without weights.
     """
 
@@ -57,7 +57,7 @@ def propagate(
         adj: structure (N, N).
         x: (N, F).
         count: number of products.
-        value: of the edges, (num_values,), without gradient; None: 1.
+        value: edge values (num_values,), without gradient; None: 1.
         scale_dst: constant factors of the rows, (N,) in the accumulation dtype; None: 1.
         scale_src: constant factors of the columns, (N,) in the accumulation dtype; None: 1.
         terms: :math:`\mathbf{T}_1, \dots`, (N, F) each; empty: 0.

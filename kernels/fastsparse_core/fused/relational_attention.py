@@ -1,6 +1,6 @@
 """The relations' linear maps and additive attention over them (RGAT) in one node of autograd's graph.
 
-All nodes are multiplied by the matrices of all relations. That is meant for small graphs, where host time
+All nodes are multiplied by the matrices of all relations. This is faster on small graphs, on which the host
 determines the time of a step.
 """
 
@@ -63,7 +63,7 @@ def relational_attention(
         weight: matrices of the relations (R, F, heads * D).
         query: :math:`\mathbf{Q}`, (heads * D, heads).
         key: :math:`\mathbf{K}`, like ``query``.
-        negative_slope: of the leaky ReLU.
+        negative_slope: slope of the leaky ReLU for negative numbers.
         dropout_p: probability with which a weight is dropped.
 
     Returns:

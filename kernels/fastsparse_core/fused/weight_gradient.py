@@ -37,7 +37,7 @@ def weight_gradient(
     Args:
         grad: gradient of the linear map's result (N, out width).
         features: input of the linear map (N, in width), in the dtype of ``grad``.
-        dtype: of the result.
+        dtype: dtype of the result.
         once: whether the result itself needs no gradient (`is_first_derivative`).
         num_parts: number of parts of the map's result, its first columns, that are summed over different
             edges. Rows with a gradient of 0 differ from part to part. Later columns are not checked.
@@ -89,7 +89,7 @@ def _differentiable(
     part_width: int | None,
     out_by_in: bool,
 ) -> Tensor:
-    """The same by operators with gradients of their own; masks rows in every call."""
+    """The same gradient by differentiable operators; masks rows in every call."""
     width = grad.shape[1] if part_width is None else part_width
     parts = grad.split([width] * num_parts + [grad.shape[1] - num_parts * width], 1)
     products = []

@@ -1,7 +1,7 @@
-"""Both ends of the edges: a node's rows per edge, and edges reduced per node, without atomics.
+"""Gathers node features per edge and reduces edges per node, at both ends of the edges, without atomics.
 
-Rows of edges stay in the caller's order, whatever the graph is sorted by: a layer may keep them, mask them,
-or know what its n-th edge is. The segment operators read them through the order of the cached structure.
+Rows of edges stay in the caller's order, because a layer may store them, mask them, or use their positions.
+The segment operators read them in the order of the cached structure.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class EdgeEnd:
 
     Args:
         adj: the edges' structure.
-        edges: (2, num_edges), the nodes at both ends.
-        row: which of them is this end.
-        is_dst: whether it is that of the destinations.
+        edges: nodes at both ends, (2, num_edges).
+        row: the row of ``edges`` with this end, 0 or 1.
+        is_dst: whether this end has the destinations.
 
     Attributes:
-        num_nodes: how many nodes there are.
-        num_edges: how many edges.
+        num_nodes: number of nodes at this end.
+        num_edges: number of edges.
     """
 
     __slots__ = (
@@ -56,7 +56,7 @@ class EdgeEnd:
         self.num_edges = edges.size(1)
 
     def is_current(self) -> bool:
-        """Whether the edges have not been written to since."""
+        """Whether the edges have not been written to since this object was made."""
         return self._version is None or self._edges._version == self._version
 
     @property
@@ -72,12 +72,12 @@ class EdgeEnd:
         return self._index
 
     def find(self, *_: Any) -> Segments:
-        """The segments of that index, for the segment operators."""
+        """The segments of the index, for the segment operators."""
         return edge_segments(self.rows)
 
 
 def gather(x: Tensor, end: EdgeEnd, dim: int = 0) -> Tensor:
-    """Each edge's row of ``x``; its gradient is :func:`reduce`, so the same bits every time."""
+    """Gathers each edge's row of ``x``. The gradient is :func:`reduce`, so it is deterministic."""
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     if not x.is_floating_point() or (dim % x.dim() and not needs_grad):
         return x.index_select(dim, end.index)
@@ -87,7 +87,7 @@ def gather(x: Tensor, end: EdgeEnd, dim: int = 0) -> Tensor:
 
 
 def reduce(messages: Tensor, end: EdgeEnd, how: str, dim: int = 0) -> Tensor:
-    """Reduces every node's edges, as :func:`fastsparse_core.scatter`."""
+    """Reduces every node's edges like :func:`fastsparse_core.scatter`."""
     if messages.dim() > 1 and dim % messages.dim():
         return reduce(messages.movedim(dim, 0), end, how).movedim(0, dim).contiguous()
     if not end.is_current():
@@ -102,7 +102,7 @@ def reduce(messages: Tensor, end: EdgeEnd, how: str, dim: int = 0) -> Tensor:
 
 
 def fits_softmax(src: Any, end: EdgeEnd, dim: int = 0) -> bool:
-    """Whether :func:`softmax_of_edges` takes a tensor."""
+    """Whether :func:`softmax_of_edges` supports a tensor."""
     return (
         type(src) is Tensor
         and src.is_floating_point()

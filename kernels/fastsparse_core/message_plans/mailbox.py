@@ -61,7 +61,7 @@ class Fields:
 
     def __getitem__(self, name: Any) -> Proxy:
         if type(name) is not str:
-            raise Untraceable(f"names a feature by {name!r}, which is no string")
+            raise Untraceable(f"names a feature by {name!r}, which is not a string")
         known: dict[str, Proxy] = self._known
         if name not in known:
             known[name] = self._tracer.create_proxy("placeholder", f"{self._place}.{name}", (), {})
@@ -115,14 +115,14 @@ def results_of(graph: Graph) -> dict[str, Node]:
     """The named results of a traced function.
 
     Raises:
-        Untraceable: it does not return a dict of tensors.
+        Untraceable: the function does not return a dict of tensors.
     """
     found = list(graph.nodes)[-1].args[0]
     is_named = isinstance(found, Mapping) and all(
         isinstance(name, str) and isinstance(node, Node) for name, node in found.items()
     )
     if not is_named:
-        raise Untraceable("returns something else than a dict of tensors")
+        raise Untraceable("does not return a dict of tensors")
     return dict(found)
 
 

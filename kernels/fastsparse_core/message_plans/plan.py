@@ -1,12 +1,13 @@
 """Plans a traced `message()` and its reduction: less work per edge, and the core's kernels if they fit.
 
-A linear map of a concatenation is split into one product per node for each end. A final linear map is moved
-behind a sum or mean. Attention, gated and GINE messages use the core's kernels. The rest is computed per edge
-by the operators of the trace. All of this depends on shapes, so there is one plan for every set of shapes.
+A linear map of a concatenation is split into one product per node for each end. A final linear map is applied
+after a sum or mean instead of before. Attention, gated and GINE messages use the core's kernels. The rest is
+computed per edge by the operators of the trace. Plans depend on shapes, so there is one plan for every set of
+shapes.
 
-Rows of nodes without edges do not affect the results of `message()`. Therefore, if operators are computed per
-node, a NaN in such a row must not reach a gradient. Only linear maps, scores, sums, scalings and rectifiers
-fulfil this.
+Rows of nodes without edges do not affect the results of `message()`. So if a plan computes an operator per
+node, a NaN in such a row must not reach a gradient. Therefore only linear maps, scores, sums, scalings and
+rectifiers are computed per node.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class _Value:
 
     Attributes:
         meta: a meta tensor with its dtype and shape, edges first; or the value itself if it is not a tensor.
-        made: the node of the plan's graph with the value per edge, once it was made.
+        made: the node of the plan's graph with the value per edge; None until it is made.
     """
 
     meta: Any
@@ -192,21 +193,23 @@ class _Sum(_Value):
 
 @dataclass(eq=False)
 class _Of(_Value):
-    """A function of other values, by kind.
+    """The result of an operator on other values.
+
+    The kinds are:
 
     - joined (values): concatenated along the last dimension.
     - stacked (values): concatenated along the second dimension, which is not the last.
-    - product, plus, quotient (two values, one of them possibly a number).
-    - dot (two values; scale, bias): their product summed over the last dimension,
-      times a number, plus a bias.
-    - mapped (a value; function, its options): elementwise.
-    - linear (a value; weight, bias).
-    - softmax (scores): over the edges of a destination.
-    - dropped (a value; p).
-    - shaped (a value): in another shape, edges first.
+    - product, plus, quotient (two values; one may be a number).
+    - dot (two values; scale, bias): their product summed over the last dimension, times a number, plus a
+      bias.
+    - mapped (a value; function, its options): an elementwise function.
+    - linear (a value; weight, bias): a linear map.
+    - softmax (scores): softmax over the edges of a destination.
+    - dropped (a value; p): dropout.
+    - shaped (a value): another shape, edges first.
 
     Attributes:
-        is_shared: whether it is read more than once.
+        is_shared: whether other values read it more than once.
     """
 
     kind: str = ""
@@ -336,13 +339,13 @@ def _is_plain(module: Any) -> bool:
 
 
 class Planner:
-    """Walks a trace once, and builds the plan's graph on the way."""
+    """Builds the graph of a plan in one pass over a trace."""
 
     #: Classes of linear layers that consist of a weight and a bias.
     linears: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
 
     def __init__(self, layer: Any, found: Edges, mixed: torch.dtype | None = None) -> None:
-        """Begins a plan.
+        """Starts a plan.
 
         Args:
             layer: the layer whose method is planned.
@@ -1016,7 +1019,7 @@ class Planner:
         """A reduction over the destinations in the method itself, with the arguments of PyG's `scatter`.
 
         Raises:
-            NoPlan: it reduces something else than values per edge, or over something else than destinations.
+            NoPlan: the input is not per edge, or the reduction is not over destinations.
         """
         index, size = (getattr(item, "special", "") for item in (index, dim_size))
         dim, how = (item.meta if isinstance(item, _Whole) else item for item in (dim, reduce))
@@ -1085,12 +1088,12 @@ class Planner:
         if _is(value, "shaped"):
             return self.method("reshape", (self._reduced(value.parts[0], how), (-1, *value.row)))
         if _is(value, "linear") and how in ("sum", "mean") and len(value.parts[0].row) == 1:
-            self.gains[f"a linear map behind the {how}"] = None
+            self.gains[f"a linear map after the {how}"] = None
             inner = self._reduced(value.parts[0], how)
             return self.call(terms.linear_of_reduced, (self.found_node, inner, *value.options, how))
         if _is(value, "linear") and how in ("max", "min") and value.options[1] and value.made is None:
             # Adding the bias after the reduction makes its gradient a sum over nodes, not over edges.
-            self.gains[f"a bias behind the {how}"] = None
+            self.gains[f"a bias after the {how}"] = None
             map_ = _Of(value.meta, kind="linear", parts=value.parts, options=(value.options[0], None))
             inner = self._reduced(map_, how)
             return self.call(terms.plus_bias_of_reduced, (self.found_node, inner, value.options[1], how))

@@ -181,7 +181,7 @@ def _without_isolated(adj: Adjacency, x: Tensor) -> Tensor:
 
 
 class _WithoutRows(torch.autograd.Function):
-    """Sets rows to 0 whose gradients are 0 anyway, so the backward pass changes nothing."""
+    """Sets rows to 0. Their gradients are 0 anyway, so the backward pass changes nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, is_left_out: Tensor) -> Tensor:
@@ -332,7 +332,7 @@ def _adjacency(found: Edges) -> Adjacency:
 
 
 def _times(end: EdgeEnd, like: Tensor, how: str) -> Tensor:
-    """How often a destination's own term counts: its degree for a sum, otherwise 1 (0 without edges)."""
+    """Factor of a destination's own term: the degree for a sum, otherwise 1 (0 without edges)."""
     degree = end.rows.in_degree().view(-1, *[1] * (like.dim() - 1))
     return (degree if how == "sum" else degree > 0).to(like.dtype)
 

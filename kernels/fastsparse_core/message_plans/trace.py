@@ -1,8 +1,7 @@
-"""Tracing a method of a layer, or a function: what it computes, as a graph, if it does nothing else.
+"""Traces a layer's method, or a function, to a graph, if it has no effects besides its result.
 
-Tracing runs the body on symbols, so it is taken only for bodies that do nothing but compute: the names that
-a body reads are checked first, attributes of the layer that it reads become guards of the result, and
-whatever a trace cannot hold (branches on data, writes in place, side effects) is refused.
+The body is run on symbols. Before, the names that it reads are checked. Attributes of the layer that it reads
+become guards of the trace. Bodies with branches on data, in-place writes or side effects are rejected.
 """
 
 from __future__ import annotations
@@ -55,20 +54,20 @@ ABSENT = object()
 
 
 class _Present:
-    """Guard of an attribute that is a module or parameter: only whether it is None decides a branch."""
+    """Guard of an attribute that is a module or parameter. It checks only that the attribute is not None."""
 
 
 PRESENT = _Present()
 
 
 class _Globals(NamedTuple):
-    """Guard of numbers that a body reads by their global names."""
+    """Guard of global numbers that a body reads."""
 
     namespace: dict[str, Any]
     values: dict[str, Any]
 
     def hold(self) -> bool:
-        """Whether they are what they were."""
+        """Whether the numbers have not changed."""
         return all(_is_same(self.namespace.get(name, ABSENT), value) for name, value in self.values.items())
 
 
@@ -77,7 +76,7 @@ def _is_same(value: Any, expected: Any) -> bool:
 
 
 class Untraceable(Exception):
-    """Says what of a body a trace cannot hold."""
+    """A body cannot be traced. The message is the reason."""
 
 
 class _Tracer(torch.fx.Tracer):
@@ -85,7 +84,7 @@ class _Tracer(torch.fx.Tracer):
         return True
 
     def to_bool(self, obj: Proxy) -> bool:
-        """Assertions become a step of the graph; any other branch on a symbol is an error."""
+        """Turns assertions into steps of the graph; any other branch on a symbol is an error."""
         frame = sys._getframe(2)
         steps = dis.get_instructions(frame.f_code)
         following = [step for step in steps if step.offset >= frame.f_lasti][:3]
@@ -104,20 +103,20 @@ def trace(
     functions: tuple[Any, ...] = (),
     refused: Container[str] = (),
 ) -> tuple[Graph, dict[str, Node]]:
-    """The body's graph, and the nodes of attributes that it assigns.
+    """Traces a body; returns its graph, and the nodes of attributes that it assigns.
 
     Args:
-        layer: whose attributes it reads.
+        layer: the layer whose attributes the body reads.
         original: the layer's class.
         body: the function.
-        guards: gets the attributes that the body reads, and their values.
+        guards: is filled with the attributes that the body reads, and their values.
         concrete: arguments that are None.
-        functions: besides PyTorch's, those that the body may call, recorded as one step.
+        functions: functions other than PyTorch's that the body may call; each call is one step of the graph.
         refused: attributes of the layer that the body must not read.
 
     Raises:
-        Untraceable: the body may do something else than compute.
-        Exception: any operation that a symbol does not support.
+        Untraceable: the body may have effects besides its result.
+        Exception: an operation that symbols do not support.
     """
     _check_code(body, guards, functions)
     probe, state = _probe(layer, original, body, guards, functions, refused, {})
@@ -129,13 +128,13 @@ def trace(
 
 
 class Function(NamedTuple):
-    """A function that a user hands over, with what it reads besides its argument.
+    """A user's function, and the objects that it reads besides its argument.
 
     Attributes:
-        body: the function, or that of a method.
-        layer: the module whose method it is, or which it closes over; None: there is none.
+        body: the function, or the function of a method.
+        layer: the module of a method, or a module in the function's closure; None: there is none.
         is_method: whether it is a method.
-        captured: what it closes over, by name, except for that module.
+        captured: all other objects in its closure, by name.
     """
 
     body: Any
@@ -145,10 +144,10 @@ class Function(NamedTuple):
 
     @classmethod
     def of(cls, function: Any) -> Function:
-        """A function taken apart.
+        """Analyses a function.
 
         Raises:
-            Untraceable: it is something else, or reads what may change without notice.
+            Untraceable: the object is not a function, or it reads objects whose changes cannot be detected.
         """
         layer: Any = None
         if isinstance(function, types.MethodType):
@@ -180,19 +179,19 @@ class Function(NamedTuple):
 def trace_function(
     function: Function, guards: dict[str, Any], argument: Callable[[torch.fx.Tracer], Any], place: str
 ) -> tuple[Graph, Any]:
-    """The graph of a function, and what it was called with.
+    """Traces a function; returns its graph, and the symbol of its argument.
 
-    Tensors that it closes over are arguments of the graph, ``PLACE.NAME``.
+    Tensors in its closure are arguments of the graph, with the names ``PLACE.NAME``.
 
     Args:
         function: the function.
-        guards: gets the attributes of its module that it reads, and their values.
-        argument: makes what stands for its argument.
-        place: first part of those names.
+        guards: is filled with the attributes of its module that it reads, and their values.
+        argument: makes the symbol of its argument.
+        place: first part of the names of tensors in its closure.
 
     Raises:
-        Untraceable: the body may do something else than compute.
-        Exception: any operation that a symbol does not support.
+        Untraceable: the body may have effects besides its result.
+        Exception: an operation that symbols do not support.
     """
     body, layer = function.body, nn.Module() if function.layer is None else function.layer
     _check_code(body, guards, (), ("LOAD_DEREF", "STORE_SUBSCR"))
@@ -229,7 +228,7 @@ def _probe(
     refused: Container[str],
     methods: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """What stands for a layer in a trace, and its state."""
+    """The object that represents a layer in a trace, and the object's attributes."""
 
     def reading(probe: Any, name: str) -> Any:
         if sys._getframe(1).f_globals is not body.__globals__:  # the tracer, or nn.Module
@@ -303,7 +302,7 @@ _FRESH = ("linear", "add", "sub", "mul", "truediv", "div", "cat", "matmul", "neg
 
 
 def _writes_in_place(node: Node, layer: Any) -> bool:
-    """Whether a call writes into a tensor that is read elsewhere, too."""
+    """Whether a call writes into a tensor that is also used elsewhere."""
     if node.kwargs.get("out") is not None:
         return True
     if node.op == "call_module":
@@ -329,7 +328,7 @@ def _writes_in_place(node: Node, layer: Any) -> bool:
 
 
 def _check_graph(graph: Graph, layer: Any) -> None:
-    """Rejects what happens once in a trace, and in every call of the body."""
+    """Rejects operations, such as in-place writes, that a trace would not repeat in every call."""
     for node in graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         if node.op == "get_attr" and name.startswith("_tensor_constant"):
@@ -351,7 +350,7 @@ def _is_torch_function(value: Any) -> bool:
 def _check_code(
     function: Any, guards: dict[str, Any], functions: tuple[Any, ...], allowed: tuple[str, ...] = ()
 ) -> None:
-    """Rejects bodies that read or do what a trace would not see."""
+    """Rejects bodies that read objects or have effects that a trace does not record."""
     code = getattr(function, "__code__", None)
     if code is None or hasattr(function, "__wrapped__"):
         raise Untraceable("calls code of another module")

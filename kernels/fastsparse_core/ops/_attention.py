@@ -49,7 +49,8 @@ def run(adj: Adjacency, call: Call, plan: tuple[Any, ...]) -> Tensor:
 
     Args:
         adj: structure (num_dst, num_src); the call may count as a use.
-        call: checked operands and the caller's choice of the algorithm; the bias is (num_values, 1 or heads).
+        call: checked operands, and the caller's choice of the algorithm; its bias is (num_values, 1 or
+            heads).
         plan: key in ``adj.plans`` under which to record that later calls of this kind need no checks.
     """
     kernel = _kernel_of(adj, call, drawn_by_replays(call.dropout_p))
@@ -93,7 +94,7 @@ def is_plain_call(adj: Adjacency, dropout_p: float, *matrices: Tensor) -> bool:
 
 
 def plain(adj: Adjacency, call: Call) -> Tensor:
-    """Runs the kernel in plain eager mode; the call's algorithm and bias are in the form that it takes."""
+    """Runs the kernel in plain eager mode; the call's algorithm and bias must be in the kernel's form."""
     if torch.is_grad_enabled():
         needs_grad, apply = False, _attention_op.apply
         for each in call[:7]:
@@ -121,9 +122,9 @@ def unsupported_reason(
 
     Args:
         adj: structure (num_dst, num_src).
-        kind: of the scores.
-        dtype: of the values.
-        width: of the values, all heads together.
+        kind: kind of the scores.
+        dtype: dtype of the values.
+        width: width of the values, all heads together.
         heads: number of heads.
         scale: slope of the leaky ReLU, which GATv2's kernels compute as the maximum of z and ``scale * z``.
         edge_width: number of features per edge; None: there are no edge features.
@@ -152,8 +153,8 @@ def blocks_unsupported_reason(adj: Adjacency, dtype: torch.dtype, widths: Iterab
 
     Args:
         adj: structure (num_dst, num_src).
-        dtype: of the features.
-        widths: of queries, keys and values, all heads together; or one width for all three.
+        dtype: dtype of the features.
+        widths: widths of queries, keys and values, all heads together; or one width for all three.
         heads: number of heads.
     """
     if dtype == torch.float64:
@@ -192,7 +193,7 @@ def _kernel_of(adj: Adjacency, call: Call, drawn: str) -> str:
     Args:
         adj: structure (num_dst, num_src); the call may count as a use.
         call: operands and the caller's choice of the algorithm.
-        drawn: why no kernel supports its dropout; "" if one does.
+        drawn: why no kernel supports the call's dropout; "" if one does.
     """
     algorithm, v, heads = call.algorithm, call.values, call.heads
     no_csr = drawn
@@ -226,8 +227,8 @@ def choice_on_cuda(
 
     Args:
         adj: structure; the call may count as a use.
-        dtype: of the features.
-        width: of all heads together.
+        dtype: dtype of the features.
+        width: width of all heads together.
         heads: number of heads.
         algorithm: the caller's choice, except ``"unfused"``.
         backward: whether gradients are wanted.
@@ -276,7 +277,7 @@ def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _reads_out(*arguments: Any) -> bool:
-    """Whether gradients need the result; the kernels of the CPU and of GAT compute <grad, out> per entry."""
+    """Whether gradients need the result. The CPU's and GAT's kernels compute <grad, out> per entry."""
     return arguments[1].is_cuda and arguments[_KIND] != ADDITIVE
 
 

@@ -183,12 +183,12 @@ def _check_number(name: str, number: float) -> float:
 
 
 def drawn_by_replays(dropout_p: float) -> str:
-    """Why the kernels cannot drop weights, "" if they can: in recorded steps, the host's seed is constant."""
+    """Why the kernels cannot drop weights; "" if they can. In recorded steps, the host's seed is constant."""
     return "dropout in a recorded step" if dropout_p and recorded.current() is not None else ""
 
 
 def draw_seed(dropout_p: float) -> tuple[float, Tensor | None]:
-    """Checks the probability; returns it and a seed, as a tensor, so that compiled calls get new ones."""
+    """Checks the probability; returns it and a seed, a tensor, so that compiled calls get new seeds."""
     if isinstance(dropout_p, Tensor) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
     if not 0 <= dropout_p < 1:

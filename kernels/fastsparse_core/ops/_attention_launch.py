@@ -72,12 +72,12 @@ class Call(NamedTuple):
         v: values (num_src, heads * Dv); None: GATv2, whose values are ``src``.
         att: (heads, D), only for GATv2.
         edge: features of the edges (num_values, A) in the caller's edge order, in the dtype of ``v``.
-        edge_weight: (heads * D, A) of the edges' linear layer, with ``edge``.
-        bias: (num_values, heads) in the caller's edge order, in the accumulation dtype or that of ``v``.
+        edge_weight: weight of the edges' linear layer, (heads * D, A), with ``edge``.
+        bias: (num_values, heads) in the caller's edge order, in the accumulation dtype or the dtype of ``v``.
         scale: factor of dot products, or slope of the leaky ReLU.
-        dropout_p: from 0 to below 1.
-        seed: of the dropout mask; None: no dropout.
-        kind: of the scores.
+        dropout_p: dropout probability, from 0 to below 1.
+        seed: seed of the dropout mask; None: no dropout.
+        kind: kind of the scores.
         heads: number of heads.
         algorithm: for dot products without edge features, ``"fused3s"`` selects blocks on CUDA. All others
             are ``"csr"`` or ``"auto"``, which may scatter the sources' gradients.
@@ -292,7 +292,7 @@ def _blocks_input(call: Call) -> _C.AttentionBsbInput:
 
 
 def _forward_on_blocks(adj: Adjacency, call: Call) -> Results:
-    """For float32, float16 or bfloat16 features.
+    """Forward pass on binary sparse blocks, for float32, float16 or bfloat16 features.
 
     The log-sum-exp has base 2, as the kernels compute with powers of two, and is float64. In float32, it
     would have an error of 5e-4 for scores of 1e4, and so would all weights of the row.
@@ -314,7 +314,7 @@ def _forward_on_blocks(adj: Adjacency, call: Call) -> Results:
 def _backward_on_blocks(
     adj: Adjacency, call: Call, grad: Tensor, out: Tensor | None, lse: Tensor, wanted: Wanted
 ) -> Gradients:
-    """Stores nothing per edge except the gradient of the bias."""
+    """Backward pass on binary sparse blocks. It stores nothing per edge except the gradient of the bias."""
     assert out is not None
     call, grad = _laid_out_on_blocks(call), aligned(grad)
     q, k, v, bias, heads = call.dst, call.src, call.values, call.bias, call.heads

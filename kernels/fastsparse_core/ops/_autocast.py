@@ -1,4 +1,4 @@
-"""Mixed precision: casts operands as autocast does, and keeps what backward passes need of them."""
+"""Mixed precision: casts operands like autocast, and stores weights for backward passes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def without_autocast(gradients: Callable[..., tuple[Any, ...]], ctx: Any, *grads
 class Uncast(NamedTuple):
     """A weight in its own dtype; a forward pass under autocast multiplied a cast copy of it.
 
-    Only second derivatives need the weight itself. Autograd does not save it, because then it could not be
-    edited before the backward pass. A linear layer also saves the cast copy only.
+    Only second derivatives need the weight itself. Autograd does not save the weight, because a saved weight
+    must not be edited before the backward pass. A linear layer also saves only the cast copy.
     """
 
     weight: Tensor
@@ -50,7 +50,7 @@ class Uncast(NamedTuple):
         """The weight, if it has not changed.
 
         Raises:
-            RuntimeError: it was edited after the forward pass.
+            RuntimeError: the weight was edited after the forward pass.
         """
         check_versions((self.weight,), (self.version,))
         return self.weight
@@ -91,8 +91,8 @@ def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = Tru
 
     Args:
         left: matrix.
-        right: matrix of its dtype.
-        dtype: of the result.
+        right: matrix, in the dtype of ``left``.
+        dtype: dtype of the result.
         once: whether the product itself needs no gradient.
     """
     if left.dtype == dtype:
@@ -110,7 +110,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Casts float32 features to autocast's dtype if autocast is on, as for a matrix product.
+    """Casts float32 features to the autocast dtype if autocast is on, as for a matrix product.
 
     Views with PyTorch's negative bit are copied.
     """

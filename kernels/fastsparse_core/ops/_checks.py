@@ -17,7 +17,7 @@ def check_structure(adj: Adjacency) -> None:
     """Raises an error unless ``adj`` is a structure. Operators check this first.
 
     Raises:
-        TypeError: it is not; the message says how to make one.
+        TypeError: ``adj`` is not a structure; the message says how to make one.
     """
     if not hasattr(adj, "is_partitioned"):
         raise TypeError(
@@ -28,7 +28,7 @@ def check_structure(adj: Adjacency) -> None:
 
 
 def is_partitioned(adj: Adjacency) -> TypeGuard[Any]:
-    """Whether a structure is one rank's part of a graph; the error of `check_structure` if it is none."""
+    """Whether a structure is one rank's part of a graph. Raises the error of `check_structure`, too."""
     try:
         return adj.is_partitioned
     except AttributeError:

@@ -1,4 +1,4 @@
-"""The kernels' codes of dtypes, and the dtypes of sums."""
+"""The kernels' codes of dtypes, and the dtypes in which sums are accumulated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _C.know_dtypes(dtypes=list(DTYPE_CODE))
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)``, without the 1 us that this takes if the tensor has the dtype already."""
+    """``tensor.to(dtype)``, but faster by 1 us if the tensor has the dtype already."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 

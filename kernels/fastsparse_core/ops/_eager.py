@@ -1,4 +1,4 @@
-"""Who watches a call: kernels and formulas are called directly if only autograd does."""
+"""Decides whether kernels and formulas can be called directly, because only autograd observes a call."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def below_autograd() -> Any:
 
 
 def is_plain_eager(x: Tensor) -> bool:
-    """Whether nothing but autograd watches a call: no trace, no fake or wrapped tensor, no mode, no tangents.
+    """Whether only autograd observes a call: no trace, no fake or wrapped tensor, no mode, no tangents.
 
-    Then the kernel (or its autograd formula) may be called without PyTorch's dispatcher, which would cost
-    more host time than all else around a kernel launch.
+    Then the kernel (or its autograd formula) can be called without PyTorch's dispatcher, which would take
+    more host time than everything else around a kernel launch.
     """
     return (
         type(x) is Tensor
@@ -77,17 +77,17 @@ def may_be_one_node(x: Tensor) -> bool:
 
 
 def _modes_watch() -> bool:
-    """Whether one of the modes in force has to see what happens in operators; not so that of `rollback`."""
+    """Whether an active mode must see the calls inside of operators. The mode of `rollback` need not."""
     modes = (torch._C._get_dispatch_stack_at(nth) for nth in range(torch._C._len_torch_dispatch_stack()))
     return not all(getattr(mode, "is_harmless", False) for mode in modes)
 
 
 def why_watched(x: Tensor) -> str:
-    """Why a call on tensors like ``x`` is PyTorch's to run, operator by operator; "" if it is not.
+    """Why a call on tensors like ``x`` must run the framework's code; "" if it need not.
 
-    Function transforms, forward-mode differentiation and traces support PyTorch's own operators only. For
-    tensors without content, no structure can be looked up or built. ``torch.compile`` traces our operators
-    with their structure.
+    Function transforms, forward-mode differentiation and traces support only PyTorch's own operators. For
+    tensors without memory, no structure can be looked up or built. ``torch.compile`` is not a reason, because
+    it traces FastSparse's operators with their structure.
     """
     if torch.compiler.is_compiling():
         return ""
@@ -101,9 +101,9 @@ def why_watched(x: Tensor) -> str:
 
 
 def is_first_derivative(grad: Tensor) -> bool:
-    """Whether a backward pass may call its kernel without PyTorch's dispatcher: nothing watches the gradient.
+    """Whether a backward pass can call its kernel without the dispatcher: nothing observes the gradient.
 
-    A second derivative, which ``create_graph=True`` asks for, goes through the operators' own formulas.
+    With ``create_graph=True``, the operators' own formulas are used instead.
     """
     return not _is_grad_enabled() and is_plain_eager(grad)
 
@@ -111,7 +111,7 @@ def is_first_derivative(grad: Tensor) -> bool:
 def is_read(node: Any) -> bool:
     """Whether the current backward pass uses the gradient that it passes to a node of autograd's graph.
 
-    `ctx.needs_input_grad` is also true for parameters whose gradients `torch.autograd.grad` is not asked for.
+    `ctx.needs_input_grad` is also true for parameters that are not inputs of `torch.autograd.grad`.
     """
     try:
         return torch._C._will_engine_execute_node(node)
@@ -120,11 +120,11 @@ def is_read(node: Any) -> bool:
 
 
 def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear, weight: str = "weight") -> bool:
-    """Whether a linear layer is its weight and bias alone, so that its product may be taken elsewhere.
+    """Whether a linear layer computes only ``x W^T + b``, without hooks, so that a kernel may compute it.
 
     Args:
         module: the layer.
-        kind: the class of linear layers that the framework has.
+        kind: the framework's class of linear layers.
         weight: name of the layer's weight.
     """
     state = module.__dict__  # attributes of a module take four times as long

@@ -105,8 +105,8 @@ def supports(
 ) -> bool:
     """Whether these kernels support the call.
 
-    A number per edge, as a result or a gradient, is a sum over the lanes of one warp. They have no gradients
-    of numbers per node and of mapped features.
+    A number per edge, as a result or a gradient, is a sum over the lanes of one warp. The kernels cannot
+    compute gradients of numbers per node and of mapped features.
     """
     numbers = [leaves[n].place for n in wanted if leaves[n].is_scalar]
     adds = "edge" in numbers or any(root.how == "across" for root in roots)

@@ -53,7 +53,7 @@ def follow(adj: Adjacency, rule: Callable[[Facts], Choice]) -> tuple[Choice, Fac
 
 
 def scatters(adj: Adjacency, algorithm: str, dtype: torch.dtype, value: Tensor | None) -> bool:
-    """`policy.scatters` for the gradient of a product with these values; counts it if so."""
+    """The rule `policy.scatters` for the gradient of a product; counts the use if the result is True."""
     if adj.usage.scattered is None or adj.has_transpose:
         return False
     per_entry = value is None or (value.dim() <= 2 and value.numel() == adj.num_values)
@@ -66,8 +66,8 @@ def scatters(adj: Adjacency, algorithm: str, dtype: torch.dtype, value: Tensor |
 def count_csr_use(adj: Adjacency) -> None:
     """Counts a use of unsorted slices; after enough uses, sorts the slices.
 
-    Slices in row order need no preparation, sorted ones are faster. Tensors that the current call already
-    reads stay alive with the structure.
+    Slices in row order need no preparation, but sorted slices are faster. The structure keeps tensors alive
+    that the current call already reads.
     """
     if not adj.has_sorted_slices:
         adj.usage.csr += 1

@@ -76,7 +76,7 @@ def saved_tensors(ctx: Any, unread: Sequence[int], first: bool) -> tuple[Any, ..
     elif getattr(ctx, "ignores_versions", False):
         raise RuntimeError(
             "features: modified by an inplace operation between the forward pass and a backward pass with "
-            "create_graph=True, which needs them as they were"
+            "create_graph=True, which needs the original features"
         )
     found: tuple[Any, ...] = ctx.saved_tensors
     return found
@@ -87,8 +87,8 @@ def with_cure(error: RuntimeError, who: str) -> RuntimeError:
     if "modified by an inplace operation" not in str(error):
         return error
     return RuntimeError(
-        f"{error}\n{who}: needs features as they were in the forward pass; write `x = x + conv(x, graph)` in "
-        "place of `x += conv(x, graph)`, and likewise for features of edges"
+        f"{error}\n{who}: needs features as they were in the forward pass; write `x = x + conv(x, graph)` "
+        "instead of `x += conv(x, graph)`, and likewise for edge features"
     )
 
 

@@ -34,7 +34,7 @@ def scratch(device: torch.device, *lengths: int) -> tuple[Tensor | None, list[in
     """Scratch memory for a launch: float32 arrays in one allocation.
 
     Args:
-        device: of the memory.
+        device: device of the memory.
         lengths: number of elements of each array.
 
     Returns:

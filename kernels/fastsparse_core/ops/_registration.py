@@ -192,7 +192,7 @@ class Operator:
             formula: an ``autograd.Function`` whose ``forward`` takes the kernel's arguments, or a function of
                 PyTorch's operators with the kernel's arguments and results. None: the operator is a gradient,
                 and differentiating it raises an error.
-            name: of the operator; "": the kernel's name without a leading underscore.
+            name: name of the operator; "": the kernel's name without a leading underscore.
             options: values of the kernel's parameters with defaults in calls through PyTorch's dispatcher.
         """
         self.name = name = name or kernel.__name__.removeprefix("_")
@@ -230,7 +230,7 @@ class Operator:
 
         Args:
             first: the first argument, a tensor.
-            arguments: the others; the structure may be an Adjacency or a handle.
+            arguments: the other arguments; the structure may be an Adjacency or a handle.
             eager: additional last arguments of kernel and formula, which are used in plain eager mode only.
         """
         if not is_plain_eager(first):
@@ -349,13 +349,13 @@ class FusedOperator(Operator):
         """Registers both operators.
 
         Args:
-            name: of the operator; the name of the other is ``name_backward``.
+            name: name of the operator; the operator of the gradients is ``name_backward``.
             kernel: computes the results from the structure and the arguments of a call.
             gradients: computes the gradients of the kernel's first tensors; None for those that are not
                 wanted. Its arguments: the structure, ``grad``, any of the kernel's arguments and results, and
                 ``x_wanted``, whether ``x`` needs a gradient.
             unfused: computes the first result from the structure, the tensors and other arguments of the
-                kernel, by operators with gradients of their own.
+                kernel, by differentiable operators.
             fake: for the kernel's results, as in `Operator`.
             results: names of the kernel's results.
             reads_out: takes the kernel's arguments; returns whether the gradients need the result ``out``.

@@ -48,8 +48,8 @@ def find_segments(
     """The segments of an index or of row pointers, cached until the tensor's memory is freed or edited.
 
     Args:
-        index: as for the operators.
-        rowptr: as for the operators.
+        index: segment of every row, (num_rows,), or None.
+        rowptr: row pointers, (num_segments + 1,), or None.
         num_segments: number of segments.
         num_rows: number of rows.
         meanwhile: as for `Segments.from_index`.

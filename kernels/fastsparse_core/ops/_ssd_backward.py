@@ -100,8 +100,9 @@ def grad_of_values(
 def _windows(adj: Adjacency, layout: PanelLayout) -> RowPanels | None:
     """The row panels of a layout, built once.
 
-    All layouts give correct results. If this one cannot be built, because a CUDA graph is captured or there
-    is not enough memory, row panels of another layout are returned. None: there are none, and csr has to run.
+    All layouts give correct results. If this layout cannot be built, because a CUDA graph is captured or
+    there is not enough memory, row panels of another layout are returned. None: there are no row panels, and
+    the kernel for CSR has to run.
     """
     built: dict[PanelLayout, RowPanels | None] = adj.derived("row_panels", dict)
     if layout in built:

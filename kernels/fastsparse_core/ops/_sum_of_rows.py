@@ -30,7 +30,7 @@ def sum_of_rows(rows: Tensor, dtype: torch.dtype, once: bool | None = None) -> T
 
     Args:
         rows: (N, ...), a gradient. If it needs a gradient itself, PyTorch's sum is used.
-        dtype: of the result.
+        dtype: dtype of the result.
         once: result of `is_first_derivative` for ``rows``, if the caller knows it.
     """
     num_rows = rows.shape[0]

@@ -74,8 +74,9 @@ def attention(
             is required with ``edge_attr``, and then Dv must be D.
 
     Returns:
-        (num_dst, H, Dv), or (num_dst, H * Dv) for two dimensions; 0 in rows without edges. Accumulated in
-        float32 or wider, deterministic. Differentiable twice in ``q``, ``k``, ``v`` and ``bias``.
+        (num_dst, H, Dv), or (num_dst, H * Dv) if the arguments are matrices; 0 in rows without edges. The
+        result is accumulated in float32 or wider, is deterministic, and is differentiable twice in all
+        tensors.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -158,8 +159,8 @@ def additive_attention(
         algorithm: as for :func:`attention`.
 
     Returns:
-        (num_dst, H, Dv), or (num_dst, H * Dv) for two dimensions; 0 in rows without edges. Accumulated in
-        float32 or wider, deterministic. Differentiable twice in all tensors.
+        (num_dst, H, Dv), or (num_dst, H * Dv) if ``v`` is a matrix; 0 in rows without edges. The result is
+        accumulated in float32 or wider, is deterministic, and is differentiable twice in all tensors.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -245,8 +246,9 @@ def gatv2_attention(
         edge_weight: :math:`\mathbf{W}`, (H * D, A), in the dtype of ``x_dst``, with ``edge_attr``.
 
     Returns:
-        (num_dst, H, D), or (num_dst, H * D) for two dimensions; 0 in rows without edges. Accumulated in
-        float32 or wider, deterministic. Differentiable twice in all tensors.
+        (num_dst, H, D), or (num_dst, H * D) if the arguments are matrices; 0 in rows without edges. The
+        result is accumulated in float32 or wider, is deterministic, and is differentiable twice in all
+        tensors.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -312,7 +314,7 @@ def attention_weights(
         \alpha_{ij} = \operatorname{softmax}_j(s \langle \mathbf{q}_i, \mathbf{k}_j \rangle + b_{ij}) \quad
         \text{for every head}
 
-    Arguments and errors are those of :func:`attention`, which names the source (Fused3S, section 3).
+    Arguments and errors are those of :func:`attention`.
 
     Returns:
         (num_values, H) in the caller's edge order; float64 for float64, else float32. Differentiable.
@@ -346,8 +348,7 @@ def additive_attention_weights(
         \alpha_{ij} = \operatorname{softmax}_j(\operatorname{leaky\_relu}(a_i + c_j + b_{ij})) \quad \text{for
         every head}
 
-    Arguments and errors are those of :func:`additive_attention`, which names the source (Veličković et al.,
-    2018).
+    Arguments and errors are those of :func:`additive_attention`.
 
     Returns:
         (num_values, H) in the caller's edge order; float64 for float64, else float32. Differentiable.
@@ -387,7 +388,7 @@ def gatv2_attention_weights(
         \alpha_{ij} = \operatorname{softmax}_j(\langle \mathbf{a}, \operatorname{leaky\_relu}(\mathbf{x}_i +
         \mathbf{z}_j) \rangle) \quad \text{for every head}
 
-    Arguments and errors are those of :func:`gatv2_attention`, which names the source (Brody et al., 2022).
+    Arguments and errors are those of :func:`gatv2_attention`.
 
     Returns:
         (num_values, H) in the caller's edge order; float64 for float64, else float32. Differentiable.

@@ -62,7 +62,7 @@ def can_generate() -> bool:
 def edge_expression(
     adj: Adjacency, expression: Expression, places: Sequence[str], tensors: Sequence[Tensor], how: str = "sum"
 ) -> Tensor:
-    """One of :func:`edge_expressions`."""
+    """:func:`edge_expressions` for one expression; returns its result."""
     return edge_expressions(adj, [(how, expression)], places, tensors)[0]
 
 

@@ -32,11 +32,11 @@ def gine_aggregate(
     .. math::
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \operatorname{relu}(\mathbf{x}_j + \mathbf{e}_{ij})
         \quad \text{with} \quad \mathbf{e}_{ij} = \mathbf{W} \mathbf{a}_{ij} + \mathbf{b}
-        \text{ where a map is given}
+        \text{ if } \mathbf{W} \text{ is given}
 
-    With up to 32 raw features :math:`\mathbf{a}` per edge, no tensor (num_edges, F) is created, forward or
-    backward: only one bit per number is stored for the backward pass. More features are projected to rows
-    first.
+    With up to 32 raw features :math:`\mathbf{a}` per edge, neither pass creates a tensor (num_edges, F): only
+    one bit per number is stored for the backward pass. With more raw features, :math:`\mathbf{e}` is computed
+    and stored first.
 
     Args:
         adj: structure (num_dst, num_src).

@@ -26,8 +26,8 @@ def maxk(x: Tensor, k: int) -> CBSR:
     entries, those in lower columns are kept. NaN counts as the largest, as in :func:`torch.topk`.
 
     Args:
-        x: (n, D), float64, float32, float16 or bfloat16, any row stride, D at most 65,536. Up to D = 1024, a
-            row is kept in registers.
+        x: (n, D), float64, float32, float16 or bfloat16, with any row stride and D at most 65,536. On a GPU,
+            rows of up to 1,024 columns stay in registers, except in float64.
         k: number of entries to keep, from 1 to D.
 
     Returns:
@@ -84,8 +84,8 @@ def check_k(k: int) -> None:
     """Raises an error unless ``k`` is a positive int.
 
     Raises:
-        TypeError: it is not an int.
-        ValueError: it is less than 1.
+        TypeError: ``k`` is not an int.
+        ValueError: ``k`` is less than 1.
     """
     if not isinstance(k, int) or isinstance(k, bool):
         raise TypeError(f"k: expected an int, got {type(k).__name__}")

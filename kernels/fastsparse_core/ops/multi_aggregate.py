@@ -39,11 +39,11 @@ def multi_aggregate(
         \mathbf{m}_{ij} = \mathbf{x}_j + \mathbf{x}_i + \mathbf{W} \mathbf{a}_{ij}, \qquad \mathbf{o}_i =
         \big[ \mathrm{agg}_1 \{\mathbf{m}_{ij}\}_j, \mathrm{agg}_2 \{\mathbf{m}_{ij}\}_j, \dots \big]
 
-    with sum, mean, min, max, var (the mean of :math:`(m - \bar{m})^2`) and std, as PyG's
-    ``MultiAggregation`` has them. No message is stored: the kernel computes :math:`\mathbf{W}
-    \mathbf{a}_{ij}` if edges have up to 32 features. The variance is computed from deviations from the mean,
-    which avoids cancellation. Entries that share the minimum or maximum share its gradient evenly. The
-    aggregations are those of Corso et al., "Principal Neighbourhood Aggregation for Graph Nets"
+    Aggregations are sum, mean, min, max, var (the mean of :math:`(m - \bar{m})^2`) and std, as in PyG's
+    ``MultiAggregation``. No message is stored: the kernel computes :math:`\mathbf{W} \mathbf{a}_{ij}` if
+    edges have up to 32 features. The variance is computed from deviations from the mean, which avoids
+    cancellation. Entries that share the minimum or maximum share its gradient evenly. The aggregations are
+    those of Corso et al., "Principal Neighbourhood Aggregation for Graph Nets"
     (https://arxiv.org/abs/2004.05718).
 
     Args:
@@ -80,7 +80,7 @@ def multi_aggregate(
     """
     check_structure(adj)
     if is_partitioned(adj):
-        raise ValueError("adj: expected a structure of one process, got a rank's part of a graph")
+        raise ValueError("adj: expected the Adjacency of a whole graph, got a PartitionedAdjacency")
     names = list(aggregations)
     if not names or len(set(names)) < len(names) or not set(names) <= set(AGGREGATIONS):
         raise ValueError(f"aggregations: expected some of {AGGREGATIONS}, each once, got {names}")

@@ -48,7 +48,7 @@ def sddmm(
         scale_src: constant :math:`t`, floating (num_src,).
         algorithm: which kernel runs. If it does not support the call, ``"csr"`` runs:
 
-            - ``"csr"``: on CUDA cores.
+            - ``"csr"``: on CUDA cores, or on the CPU.
             - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.5), on CUDA, if rows and heads are
               multiples of 16 bytes. Float32 uses two TF32 terms, or one if
               ``torch.set_float32_matmul_precision`` allows TF32.
@@ -56,13 +56,14 @@ def sddmm(
               is not small and was prepared, or was used so often that the conversion pays off. Otherwise csr.
         layout: ``"edges"``, or ``"me_bcrs"``: all values of the non-zero vectors in the order of ``adj.bsb``,
             without padding, and zeros at positions without an entry (FlashSparse, figure 9).
-            ``spmm(value_layout="me_bcrs")`` takes this layout. Tensor cores write it, so ``"auto"`` uses them
-            if they support the call. Csr computes values per edge, which are then copied into it.
+            ``spmm(value_layout="me_bcrs")`` takes this layout. With it, ``"auto"`` uses flashsparse if that
+            supports the call. Csr computes values per edge, which are then copied into this layout.
 
     Returns:
         (num_values,) or, with heads, (num_values, H), in the caller's edge order and the dtype of the
-        features; 0 for edges that self loops replaced. With ``layout="me_bcrs"`` (num_vectors, 8) or
-        (num_vectors, 8, H). Accumulated in float32 or wider; differentiable any number of times.
+        features; 0 for edges that self loops replaced. With ``layout="me_bcrs"``: (num_vectors, 8) or
+        (num_vectors, 8, H). The products are accumulated in float32 or wider. The result is differentiable
+        any number of times.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -179,7 +180,7 @@ def sddmm_kernel(
 def _plan(
     adj: Adjacency, algorithm: str, x_dst: Tensor, heads: int, aligned: bool, dense: bool, key: Any
 ) -> tuple[str, bool]:
-    """The kernel, and whether it works entry by entry; cached if later calls will get the same."""
+    """The kernel, and whether it processes entry by entry; cached if later calls get the same kernel."""
     head_bytes = x_dst.size(1) // heads * x_dst.element_size()
     call = (algorithm, x_dst.dtype, head_bytes, heads, aligned, dense)
     choice, _ = follow(adj, lambda facts: policy.sddmm_algorithm(facts, adj.gpu, *call))

@@ -52,10 +52,10 @@ def spmm(
         \mathbf{y}_i = s_i \bigoplus_{j \in \mathcal{N}(i)} v_{ij} \, t_j \, \mathbf{x}_j + \mathbf{b}
 
     with :math:`\bigoplus` a sum, mean, maximum or minimum. Rows without edges give 0 (plus the bias). Sums
-    are accumulated in float32 (float64 for float64 features) in a fixed order: results have the same bits in
-    every run. So do gradients, with one exception: on CUDA, if the edges were given in sorted order, the
-    first gradients of ``x`` use atomics, because building the transpose would take longer
-    (`policy.scatters`). ``torch.use_deterministic_algorithms(True)`` turns that off.
+    are accumulated in float32 (float64 for float64 features) in a fixed order, so results have the same bits
+    in every run. Gradients have the same bits too, with one exception: on CUDA, if the edges were given in
+    sorted order, the first gradients of ``x`` use atomics, because building the transpose would take longer
+    (`policy.scatters`). ``torch.use_deterministic_algorithms(True)`` turns atomics off.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -83,11 +83,11 @@ def spmm(
               cores for the rest (HR-SpMM 4.1-4.3).
             - ``"auto"``: flashsparse if the structure was prepared, or was used so often that the conversion
               pays off. Otherwise csr, also if there are few sources or few rows.
-        value_layout: ``"edges"``, or ``"me_bcrs"``: ``value`` is (num_vectors, 8) or (num_vectors, 8, H),
-            as ``sddmm(layout="me_bcrs")`` returns it, and so is its gradient (FlashSparse, figure 9). Values
-            at places without an entry are ignored, and their gradient is 0. Tensor cores read this layout, so
-            ``"auto"`` uses them if they support the call. Csr and the gradient of ``x`` copy the values to
-            edge order first. Only for sums and means.
+        value_layout: ``"edges"``, or ``"me_bcrs"``: ``value`` and its gradient are (num_vectors, 8) or
+            (num_vectors, 8, H), like the result of ``sddmm(layout="me_bcrs")`` (FlashSparse, figure 9).
+            Values at positions without an entry are ignored, and their gradient is 0. With this layout,
+            ``"auto"`` uses flashsparse if that supports the call. Csr and the gradient of ``x`` copy the
+            values to edge order first. It is supported for sums and means.
 
     Returns:
         (num_dst, ...) in the dtype of ``x``; differentiable in ``x``, ``value`` and ``bias``, twice for sum
@@ -119,7 +119,7 @@ def spmm(
     policy.check_algorithm(value_layout, ("edges", "me_bcrs"), "value_layout")
     if value_layout == "me_bcrs" and reduce in ("max", "min"):
         raise ValueError(
-            f"value_layout: expected 'edges' for reduce={reduce!r}, which runs from CSR, got 'me_bcrs'"
+            f"value_layout: expected 'edges' for reduce={reduce!r}, which uses CSR, got 'me_bcrs'"
         )
     if is_partitioned(adj):
         if value_layout != "edges":
@@ -162,10 +162,10 @@ def plain_spmm(
     relu: bool = False,
     bias: Tensor | None = None,
 ) -> Tensor | None:
-    """:func:`spmm` for calls that need no cast and no reshape, as most calls of layers.
+    """:func:`spmm` for calls that need neither a cast nor a reshape, such as most calls of layers.
 
-    The arguments are those of `spmm`. For ``x``, `is_plain_eager` holds, and autocast is off. The result is
-    None if the call is of another kind or has invalid arguments.
+    The arguments are those of `spmm`. `is_plain_eager` must be true for ``x``, and autocast must be off. The
+    result is None for other kinds of calls, and for invalid arguments.
     """
     if not (
         (reduce in ("sum", "max", "min") or (reduce == "mean" and scale_dst is None))

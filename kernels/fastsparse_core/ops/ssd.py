@@ -62,16 +62,16 @@ def ssd(
         scale_dst: constant :math:`s`, floating (num_dst,).
         scale_src: constant :math:`t`, floating (num_src,).
         bias: :math:`\mathbf{b}`, floating (width,).
-        algorithm: ``"decoupled"`` (edge groups summed in shared memory; on CUDA in fixed point, see below);
-            ``"densify"`` (:func:`spmm` of the dense rows); or ``"auto"``: decoupled if few of the features
-            are kept, otherwise densify.
+        algorithm: ``"decoupled"`` (edge groups summed in shared memory; on CUDA in fixed point, see the
+            note); ``"densify"`` (:func:`spmm` of the dense rows); or ``"auto"``: decoupled if few of the
+            features are kept, otherwise densify.
 
     Returns:
-        (num_dst, width) in the dtype of the values; differentiable in them, in ``value`` and in ``bias``,
-        twice too.
+        (num_dst, width) in the dtype of the values; differentiable twice in the values of ``cbsr``, in
+        ``value`` and in ``bias``.
 
     Raises:
-        TypeError: a dtype is not supported, or ``cbsr`` is no CBSR.
+        TypeError: a dtype is not supported, or ``cbsr`` is not a CBSR.
         ValueError: a size, device or option does not fit.
 
     Note:
@@ -109,7 +109,7 @@ def operands(
     """Checks the arguments of :func:`ssd` and returns them for its kernels: values, edge values, both scales.
 
     Raises:
-        TypeError: a dtype is not supported, or ``cbsr`` is no CBSR.
+        TypeError: a dtype is not supported, or ``cbsr`` is not a CBSR.
         ValueError: a size, device or option does not fit.
     """
     check_structure(adj)
@@ -140,7 +140,7 @@ def _check_cbsr(cbsr: CBSR, adj: Adjacency) -> None:
         raise TypeError(f"cbsr: expected {expected} ids for width {cbsr.width}, got {cbsr.ids.dtype}")
     if cbsr.values.dim() != 2 or cbsr.ids.shape != cbsr.values.shape:
         raise ValueError(
-            f"cbsr: expected values and ids of one shape ({adj.num_src}, k), "
+            f"cbsr: expected values and ids of the same shape ({adj.num_src}, k), "
             f"got {tuple(cbsr.values.shape)} and {tuple(cbsr.ids.shape)}"
         )
     if not 1 <= cbsr.k <= cbsr.width:

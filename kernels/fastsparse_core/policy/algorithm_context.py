@@ -56,10 +56,10 @@ def algorithms(
 ) -> Iterator[None]:
     """Context manager and decorator that replaces ``"auto"`` in the operators and layers called inside.
 
-    Gradients use the algorithm of the forward pass, wherever ``backward()`` is called. An algorithm that is
-    passed to a call wins. Contexts nest. Each applies to its own thread or asynchronous task.
-    ``torch.compile`` compiles again if the algorithm changes, and uses the context that was entered last in
-    any thread.
+    Gradients use the algorithm of the forward pass, wherever ``backward()`` is called. The ``algorithm``
+    argument of a call takes precedence. Contexts can be nested. Each applies to its own thread or
+    asynchronous task. ``torch.compile`` compiles again if the algorithm changes, and uses the context that
+    was entered last in any thread.
 
     Args:
         spmm: one of `SPMM_ALGORITHMS`; None: no change.

@@ -40,7 +40,7 @@ def dot_product_algorithm(facts: Facts, algorithm: str, no_blocks: str, no_csr: 
     convert a structure, because the number of uses must not change the bits of the result.
 
     Args:
-        facts: of the structure.
+        facts: facts about the structure.
         algorithm: the caller's choice.
         no_blocks: why ``"fused3s"`` does not support the call; "" if it does.
         no_csr: why ``"csr"`` does not support the call; "" if it does.
@@ -49,10 +49,10 @@ def dot_product_algorithm(facts: Facts, algorithm: str, no_blocks: str, no_csr: 
         return Choice(attention_algorithm(algorithm, no_blocks))
     if algorithm == "csr" or (no_blocks and not no_csr):
         if algorithm == "fused3s":
-            warn_once(f"attention runs as algorithm='csr' in place of 'fused3s': {no_blocks}. {_TAKE_AUTO}")
+            warn_once(f"attention runs as algorithm='csr' instead of 'fused3s': {no_blocks}. {_TAKE_AUTO}")
         if not no_csr:
             return Choice("csr")
-        warn_once(f"attention runs as algorithm='fused3s' in place of 'csr': {no_csr}. {_TAKE_AUTO}")
+        warn_once(f"attention runs as algorithm='fused3s' instead of 'csr': {no_csr}. {_TAKE_AUTO}")
         return Choice("fused3s")
     if algorithm == "auto" and facts.is_padded and not no_csr:
         return Choice("csr")

@@ -51,14 +51,14 @@ def is_reused(facts: Facts) -> bool:
 def scatters(facts: Facts, algorithm: str, dtype: torch.dtype, per_entry: bool) -> bool:
     """Whether a gradient is computed from the rows of a structure with atomics, without its transpose.
 
-    Only for structures that were sorted when they were built and have had few uses, such as sampled batches.
-    For others, the transpose is worth building. Not for float64, which is used in checks that expect the same
-    bits in every run.
+    True only for structures of sorted edges with few uses, such as sampled batches. For other structures, the
+    transpose is worth building. False for float64, which is used in checks that expect the same bits in every
+    run.
 
     Args:
-        facts: of the structure of the forward pass.
-        algorithm: the choice of the caller of the forward pass.
-        dtype: of the gradient.
+        facts: facts about the structure of the forward pass.
+        algorithm: the caller's choice in the forward pass.
+        dtype: dtype of the gradient.
         per_entry: whether there is at most one value per edge.
     """
     if (
@@ -82,7 +82,7 @@ def counts_sources(facts: Facts, width: int) -> bool:
     """Whether the edges of every source are counted before gradients are scattered.
 
     Args:
-        facts: of the structure of the forward pass.
+        facts: facts about the structure of the forward pass.
         width: features per source.
     """
     return (

@@ -12,7 +12,7 @@ class Facts(NamedTuple):
     """What the rules need to know about a structure and its use so far.
 
     Attributes:
-        is_cuda: whether it is on a GPU.
+        is_cuda: whether the structure is on a GPU.
         num_dst: number of rows.
         num_src: number of columns.
         num_edges: number of entries.
@@ -45,12 +45,12 @@ class Facts(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The answer of a rule.
+    """The result of a rule.
 
     Attributes:
         algorithm: name of the kernel.
-        is_final: whether the same call gets the same answer from now on. If not, the answer may change when
-            the structure has been used `policy.REUSE` times or is converted.
+        is_final: whether the same call always gets the same result from now on. If not, the result may change
+            when the structure has been used `policy.REUSE` times or is converted.
         counts: whether the call counts as a use.
         converts: whether to convert the structure now. The rule is evaluated again afterwards.
     """

@@ -90,14 +90,14 @@ def spmm_resident(
     sources, and a row of features takes at least half a tile (128 bytes) in float32, and more than that in 16
     bits. For rows of 128 bytes, tca is faster without the tile, from the L2 cache (9.0 us instead of 13.6 us
     on 512 x 512 with half of the entries kept; 12.4 us instead of 13.0 us on 2048 x 512 with a fifth). On
-    pruned matrices with four times as many rows as sources, the tile makes both 1.1 to 1.9 times as fast.
-    With as many rows as sources, csr becomes up to 1.3 times as fast, and tca 1.05 to 1.15 times except for
-    rows of 256 entries (docs/dev/choosing.md).
+    pruned matrices with four times as many rows as sources, the tile makes csr and tca 1.1 to 1.9 times as
+    fast. With as many rows as sources, csr becomes up to 1.3 times as fast, and tca 1.05 to 1.15 times except
+    for rows of 256 entries (docs/dev/choosing.md).
 
     Args:
         facts: of the structure.
         gpu: profile of the GPU.
-        algorithm: ``"csr"`` or ``"tca"``; the others never use the tile.
+        algorithm: ``"csr"`` or ``"tca"``; other algorithms never use the tile.
         dtype: of the features.
         width: features per node.
         heads: number of values per edge; 1 if there are no values.

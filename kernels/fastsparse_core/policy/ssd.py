@@ -15,8 +15,8 @@ def ssd_algorithm(algorithm: str, device: torch.device, dtype: torch.dtype, k: i
 
     Args:
         algorithm: the caller's choice.
-        device: of the values.
-        dtype: of the values.
+        device: device of the values.
+        dtype: dtype of the values.
         k: kept entries per row.
         width: features per row.
     """

@@ -1,4 +1,4 @@
-"""Samples one batch in parts: each is planned with upper bounds, runs without waiting, and is then read."""
+"""Samples one batch in parts. A part is planned with upper bounds, runs without waiting, and is then read."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Draw:
                 break
             if most >= LIMIT:
                 raise ValueError(
-                    f"seeds: expected a batch of fewer than 2^31 edges, got up to {most}; give fewer"
+                    f"seeds: expected a batch of fewer than 2^31 edges, got up to {most}; pass fewer seeds"
                 )
             part.slots += most
             first, end = self._plan_hop(part, slots, first, end)

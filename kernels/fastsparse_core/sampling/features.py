@@ -175,7 +175,7 @@ def _placed(table: Tensor, device: torch.device) -> _Take:
             return found
         if _shared(entry) is not None:
             raise RuntimeError(
-                "a table with shared=True was written after it was shared; make it again, in every process"
+                "table: was written to after it was shared; create the table again in every process"
             )
         by_device.pop(device, None)
         made = _place(table.detach(), device, _kept.get(table, {}).get(device))
@@ -210,13 +210,13 @@ def _place(table: Tensor, device: torch.device, kept: Tensor | None) -> _Take:
             if kept is not None and kept.numel():
                 info_once(
                     _logger,
-                    f"{size} stays in the host's memory, and its threads gather for {device} what is not in "
-                    f"{kept.numel()} rows kept there",
+                    f"{size} stays in host memory. Host threads gather its rows for {device}, except "
+                    f"{kept.numel()} rows that are copied there",
                 )
                 return _KeptRows(table, kept, by_host).take
             rate = by_host.rate(table)
             if rate >= (_rate_on_cuda(table, device) if table.is_pinned() else _ENOUGH):
-                info_once(_logger, f"{size} stays in the host's memory, and its threads gather for {device}")
+                info_once(_logger, f"{size} stays in host memory; host threads gather rows for {device}")
                 return lambda index, _: by_host.take(table, index)
         info_once(_logger, f"{size} stays in page-locked memory of the host, which {device} reads over PCIe")
         locked = table if table.is_pinned() else table.pin_memory()

@@ -59,7 +59,7 @@ class Gather:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[list[Gather]]:
-    """Within this context, gathers of this thread do not wait; call ``wait`` on each item of the list."""
+    """Context in which gathers of this thread do not wait. Call ``wait`` on each item of the yielded list."""
     before, gathers = getattr(_local, "gathers", None), list[Gather]()
     _local.gathers = gathers
     try:

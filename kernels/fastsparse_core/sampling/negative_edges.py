@@ -29,8 +29,8 @@ def negative_edges(
     Args:
         adj: the edges to avoid.
         count: number of pairs; not together with `dst`.
-        dst: destinations, int64 (count,). Each of them gets one pair, as a BPR loss needs it for its positive
-            pairs. On a GPU, it is not checked that they are in range.
+        dst: destinations, int64 (count,). One pair is drawn for each destination, for example for the
+            positive pairs of a BPR loss. On a GPU, the range of the destinations is not checked.
         self_loops: whether pairs (i, i) may be drawn. By default only if ``adj.num_dst != adj.num_src``: then
             sources and destinations are different nodes.
         generator: generator of random numbers, on the structure's device.
@@ -75,7 +75,7 @@ def _checked(adj: Adjacency, dst: Tensor) -> Tensor:
         got = f"{dst.dtype} {tuple(dst.shape)}" if isinstance(dst, Tensor) else type(dst).__name__
         raise TypeError(f"dst: expected an int64 tensor of shape (count,), got {got}")
     if dst.device != adj.device:
-        raise ValueError(f"dst: expected a tensor on {adj.device}, where adj is, got one on {dst.device}")
+        raise ValueError(f"dst: expected device {adj.device} like adj, got {dst.device}")
     if not dst.is_cuda and dst.numel() and not 0 <= int(dst.min()) <= int(dst.max()) < adj.num_dst:
         raise ValueError(f"dst: expected numbers from 0 to {adj.num_dst - 1}, got {dst.min()} to {dst.max()}")
     return dst
@@ -103,7 +103,7 @@ class _Pairs(NamedTuple):
         if self.some_row_is_full:
             raise ValueError(
                 "dst: expected destinations with a pair to draw, but some node of adj has an edge from every "
-                "source; draw by count instead"
+                "source; pass count instead"
             )
         share = torch.rand(dst.numel(), dtype=torch.float64, device=dst.device, generator=generator)
         return self.before[dst] + (share * self.free[dst]).long()  # a share below 1 never rounds up to `free`

@@ -73,7 +73,7 @@ class NeighborSampler:
     ) -> None:
         if blocks and (induced or disjoint):
             raise ValueError(
-                "blocks: expected neither induced nor disjoint with it, which have one graph for all"
+                "blocks: expected False with induced=True or disjoint=True, which return one graph, got True"
             )
         self.graph = make_graph(graph, fanouts, weight, num_nodes, replace=replace)
         self.layout = Layout(replace=replace, disjoint=disjoint, induced=induced, blocks=blocks)
@@ -101,7 +101,7 @@ class NeighborSampler:
     def start(self, seeds: Tensor | Mapping[str, Tensor], *, seed: int | None = None) -> Draw:
         """Starts to sample a batch without waiting for the GPU; ``finish()`` of the result waits.
 
-        Arguments as in :meth:`NeighborSampler.sample`.
+        The arguments are those of :meth:`NeighborSampler.sample`.
         """
         if seed is None:
             seed = int(torch.randint(2**63 - 1, ()))

@@ -229,7 +229,7 @@ def _make_table(part: Part, layout: Layout, graph: Graph, most_nodes: int) -> No
     has_keys = layout.disjoint or sum(graph.num_nodes) > 3 << bits
     num_places = 1 << bits if has_keys else sum(graph.num_nodes)
     if num_places >= LIMIT:
-        raise ValueError("seeds: expected a batch of fewer than 2^30 nodes; give fewer")
+        raise ValueError("seeds: expected a batch of fewer than 2^30 nodes; pass fewer seeds")
     words = (3 if has_keys else 1) * num_places
     part.table = torch.empty(words, dtype=torch.int32, device=graph.device)
     table = part.table.data_ptr()

@@ -88,7 +88,7 @@ def make_graph(
     is_hetero = not isinstance(graph, Adjacency)
     edge_types = _by_type("graph", graph, Adjacency)
     if not is_hetero and num_nodes is not None:
-        raise ValueError("num_nodes: expected None for an Adjacency, whose shape says it")
+        raise ValueError("num_nodes: expected None for an Adjacency, because its shape is known")
     sizes: dict[str, int] = dict(num_nodes or {})
     for name, adjacency in edge_types.items():
         for node_type, size in ((name[2], adjacency.num_dst), (name[0], adjacency.num_src)):
@@ -205,7 +205,7 @@ def checked_fanouts(
     lengths = {len(of_type) for of_type in checked.values()}
     if len(lengths) != 1:
         raise ValueError(
-            f"{argument}: expected a dict with as many hops for every edge type, got {dict(fanouts)}"
+            f"{argument}: expected the same number of hops for every edge type, got {dict(fanouts)}"
         )
     none = (0,) * lengths.pop()
     return {name: checked.get(name, none) for name in edge_types}

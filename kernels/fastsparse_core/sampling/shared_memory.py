@@ -81,8 +81,8 @@ def divided_rows(table: Tensor, device: torch.device) -> tuple[Tensor, list[Any]
             its_uuid not in here or not torch.cuda.can_device_access_peer(device, here.index(its_uuid))
         ):
             raise ValueError(
-                f"shared=True: {device} cannot read the memory of process {other}'s GPU; every process has "
-                "to see all GPUs (CUDA_VISIBLE_DEVICES), and they have to be connected as peers"
+                f"shared=True: {device} cannot read the memory of process {other}'s GPU; every process must "
+                "see all GPUs (CUDA_VISIBLE_DEVICES), and the GPUs must support peer access"
             )
         if other == rank or shared is None:
             storages.append(own)

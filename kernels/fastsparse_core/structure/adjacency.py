@@ -67,9 +67,9 @@ class Adjacency(Storage):
         num_values: length of an edge-value tensor. It differs from ``num_edges`` if self loops were inserted
             or replaced (:meth:`extend_value`).
         group_rows: which rows share a window of the binary sparse blocks: ``"none"``: consecutive rows;
-            ``"minhash"``: similar rows; ``"auto"``: similar rows if rows have 8 entries or more and this
-            saves at least 10 % of the vectors. The order of features, edge values and results does not
-            change.
+            ``"minhash"``: similar rows; ``"auto"``: similar rows if rows have on average 8 entries or more,
+            and this saves at least 10 % of the vectors. The order of features, edge values and results does
+            not change.
         handle: number under which PyTorch operators find this object.
 
     Example:
@@ -218,8 +218,8 @@ class Adjacency(Storage):
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"expected a pickled Adjacency as it was saved, got a damaged one ({error}); build it from "
-                "its edges and save it again"
+                f"expected an intact pickled Adjacency, got a damaged one ({error}); build it from its edges "
+                "and save it again"
             ) from error
         self._take(rows, shape, group_rows)
 
@@ -262,10 +262,10 @@ class Adjacency(Storage):
             edge_id: position of every entry in the caller's edge order, a permutation, int32 or int64
                 (num_edges,); None: entries are in that order.
             group_rows: ``"auto"``, ``"none"`` or ``"minhash"``, see :class:`Adjacency`.
-            copy: False: a contiguous int64 ``rowptr`` and a contiguous int32 ``col`` are used without a copy,
-                which saves half of the memory of a large graph. As long as the structure is alive, do not
-                write to them and do not move them to shared memory (``share_memory_()``): kernels would read
-                beyond the features, or freed memory.
+            copy: whether to copy the tensors. With False, a contiguous int64 ``rowptr`` and a contiguous
+                int32 ``col`` are used directly, which saves half of the memory of a large graph. As long as
+                the structure is alive, do not write to these tensors, and do not move them to shared memory
+                (``share_memory_()``): kernels would read invalid memory.
 
         Raises:
             TypeError: an argument is not an integer tensor.
@@ -523,7 +523,8 @@ def from_handle(handle: int) -> Adjacency:
     """The Adjacency with this handle.
 
     Raises:
-        RuntimeError: it was freed, for example between the forward and the backward pass of a compiled model.
+        RuntimeError: the Adjacency was freed, for example between forward and backward pass of a compiled
+            model.
     """
     reference = _registry.get(handle)
     adjacency = None if reference is None else reference()

@@ -1,4 +1,4 @@
-"""The structure of a batch that our sampler has drawn, or that whole graphs make."""
+"""Structures of sampled batches, and of batches of whole graphs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def adjacency_of_batch(
     most_entries: int,
     edge_id: Tensor | None = None,
 ) -> Adjacency:
-    """The structure of a batch, as a kernel wrote it; nothing is checked.
+    """Makes the structure of a batch from tensors that a kernel wrote, without checks.
 
     Args:
         rowptr: int64 (num_dst + 1,).
         col: int32 (num_edges,).
         shape: (num_dst, num_src).
-        inv_degree: see :meth:`Adjacency.inv_degree`.
-        slices: on CUDA, the work list of uncut rows in row order; used where no row needs cutting.
-        most_entries: bound of the entries of a row.
-        edge_id: (num_edges,), see :class:`Adjacency`.
+        inv_degree: as in :meth:`Adjacency.inv_degree`.
+        slices: on CUDA, the work list of uncut rows in row order; used if no row must be cut.
+        most_entries: upper bound of the number of entries per row.
+        edge_id: as in :class:`Adjacency`, (num_edges,).
     """
     adjacency = Adjacency(rowptr, col, shape, edge_id=edge_id)
     adjacency.symmetric = False

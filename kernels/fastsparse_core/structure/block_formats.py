@@ -1,4 +1,4 @@
-"""What tensor-core kernels read of a structure: binary sparse blocks and work lists, each built once."""
+"""Formats of a structure for tensor-core kernels: binary sparse blocks and work lists, each built once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHARE_OF_FREE = 0.5
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Bytes that PyTorch can still allocate on a GPU; no limit is known of the CPU."""
+    """Bytes that PyTorch can still allocate on a GPU; unlimited on the CPU."""
     if device.type != "cuda":
         return float("inf")
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -38,7 +38,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 class BlockFormats(Degrees):
-    """The part of :class:`fastsparse_core.Adjacency` that kernels over tensor-core blocks read.
+    """The part of :class:`fastsparse_core.Adjacency` for kernels on tensor-core blocks.
 
     Attributes:
         group_rows: which rows share a window of the binary sparse blocks.
@@ -55,15 +55,14 @@ class BlockFormats(Degrees):
 
     @property
     def can_convert(self) -> bool:
-        """Whether nothing has refused the binary sparse blocks yet."""
+        """Whether the conversion to binary sparse blocks has not failed yet."""
         return not self._bsb_refused
 
     def try_bsb(self) -> bool:
-        """Builds the binary sparse blocks where they can be; returns whether they are there.
+        """Builds the binary sparse blocks if possible; returns whether they exist.
 
-        If there is too little memory or there are too many vectors, the CSR kernels are used. That is logged
-        once, and the conversion is not tried again. They also handle structures with more sources than the
-        blocks can name.
+        If there is too little memory, or there are too many vectors or sources, the CSR kernels are used. Too
+        little memory and too many vectors are logged once, and the conversion is not tried again.
         """
         if not self.has_bsb and not self._bsb_refused and self.num_src <= MOST_COLUMNS:
             needed = self.num_edges * _CONVERSION_BYTES
@@ -80,7 +79,7 @@ class BlockFormats(Degrees):
 
     def _refuse_bsb(self, reason: str) -> None:
         self._bsb_refused = True
-        _logger.warning("%r: %s; it stays with the CSR kernels", self, reason)
+        _logger.warning("%r: %s, so the CSR kernels are used", self, reason)
 
     @property
     def bsb(self) -> Bsb:
@@ -92,7 +91,7 @@ class BlockFormats(Degrees):
         try:
             window_row = similar_rows(self, self.group_rows)
         except torch.OutOfMemoryError:
-            _logger.warning("%r: not enough memory to group similar rows; their order stays", self)
+            _logger.warning("%r: not enough memory to group similar rows; they are not grouped", self)
         return Bsb.from_csr(self.row_once(), self.col, self.shape, window_row)
 
     @property
@@ -108,7 +107,7 @@ class BlockFormats(Degrees):
 
     @property
     def bsb_runs(self) -> Tensor:
-        """The same, with short windows joined to runs."""
+        """Like `bsb_split`, with short windows joined to runs."""
         return self._of_pattern.get(
             "bsb_runs",
             lambda: join_short_windows(
@@ -117,10 +116,10 @@ class BlockFormats(Degrees):
         )
 
     def bsb_structure(self, *, valued: bool) -> Any:
-        """The binary sparse blocks as the compiled kernels take them.
+        """The binary sparse blocks in the form that the compiled kernels take.
 
         Args:
-            valued: with the place of every entry among the edge values.
+            valued: whether to include the position of every entry among the edge values.
         """
         return self._built.get(("bsb_structure", valued), lambda: self._bsb_structure(valued))
 
@@ -145,7 +144,7 @@ class BlockFormats(Degrees):
 
     @property
     def dense_place(self) -> Tensor:
-        """Place of every entry among the values of dense vectors, (num_edges,), by quad, vector, row."""
+        """Position of every entry among the values of dense vectors, (num_edges,), by quad, vector, row."""
         return self._of_pattern.get("dense_place", self._dense_place)
 
     def _dense_place(self) -> Tensor:
@@ -166,10 +165,10 @@ class BlockFormats(Degrees):
         return "sddmm_starts" in self._of_pattern.results and "sorted_edge_id" in self._built.results
 
     def sddmm_structure(self) -> tuple[Any, Tensor, Tensor, Tensor | None]:
-        """The binary sparse blocks as the compiled sddmm takes them, and the starts of its slices.
+        """The binary sparse blocks in the form that the compiled sddmm takes, and the starts of its slices.
 
         Returns:
-            the structure; int32 (num_slots,) and int64 (num_slots, 8), see `slot_starts`; `sorted_edge_id`.
+            The structure; the two results of `slot_starts`; and `sorted_edge_id`.
         """
         split = self.sddmm_split
         runs = self._of_pattern.get(
@@ -184,10 +183,10 @@ class BlockFormats(Degrees):
 
     @property
     def sorted_edge_id(self) -> Tensor | None:
-        """As `edge_id`, with the entries of every row sorted by column, as the blocks hold them.
+        """Like `edge_id`, for the entries of every row sorted by column, which is their order in the blocks.
 
-        Other orders within rows come from :meth:`from_csr`, from :meth:`from_coo` of edges whose rows ascend,
-        and from layers' own structures.
+        Rows of a structure may have another order: after :meth:`from_csr`, after :meth:`from_coo` of edges
+        whose rows ascend, and in structures that layers build.
         """
         return self._built.get("sorted_edge_id", lambda: (self._sorted_edge_id(),))[0]
 
@@ -227,7 +226,7 @@ class BlockFormats(Degrees):
         )
 
     def vector_scale(self, scale_src: Tensor) -> Tensor:
-        """Factor of every vector's column, float32 (num_quads, 4); kept for the last ``scale_src``.
+        """Factor of every vector's column, float32 (num_quads, 4); cached for the last ``scale_src``.
 
         Args:
             scale_src: floating (num_src,), a factor for every source.

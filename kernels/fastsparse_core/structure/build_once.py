@@ -1,4 +1,4 @@
-"""Results that are built once and kept."""
+"""Results that are built once and cached."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class BuiltOnce:
-    """Named results, each built once; safe to use from several threads."""
+    """Named results, each built once; thread-safe."""
 
     _lock: ForkSafeLock | None = None  # made at first use, because most structures of batches never need it
 
@@ -29,7 +29,7 @@ class BuiltOnce:
         return lock
 
     def get(self, key: Any, build: Callable[[], _T]) -> _T:
-        """The result of that name. The first call makes it with ``build``, which must not return None.
+        """The result with a name. The first call makes it with ``build``, which must not return None.
 
         Raises:
             RuntimeError: the result would have to be built while a CUDA graph is captured.
@@ -46,8 +46,8 @@ class BuiltOnce:
                         # before it is computed.
                         raise RuntimeError(
                             f"{key}: must be built before a CUDA graph is captured; run the model once, "
-                            "forward and backward, before the capture, or call Adjacency.prepare() where "
-                            "edges have no values and no bias"
+                            "forward and backward, before the capture, or if edges have no values and no "
+                            "bias, call Adjacency.prepare()"
                         )
                     if not torch.is_inference_mode_enabled():
                         result = self.results[key] = build()
@@ -60,7 +60,7 @@ class BuiltOnce:
 
 
 class BuiltInRun(BuiltOnce):
-    """Results of a structure of one run of a captured step; building them is recorded in the CUDA graph."""
+    """Results of a structure that exists in one run of a captured step. The CUDA graph builds them again."""
 
     def get(self, key: Any, build: Callable[[], _T]) -> _T:
         """Like `BuiltOnce.get`, but also allowed while a CUDA graph is captured."""
@@ -72,5 +72,5 @@ class BuiltInRun(BuiltOnce):
 
 
 def built_results() -> BuiltOnce:
-    """The store of results for a structure that is made now."""
+    """Makes the store of results for a new structure."""
     return BuiltOnce() if recorded.current() is None else BuiltInRun()

@@ -192,7 +192,7 @@ def rows_of_pointers(
             f"rowptr: expected num_dst + 1 = {shape[0] + 1} entries for shape {shape}, got {rowptr.numel()}"
         )
     if edge_id is not None and edge_id.numel() != col.numel():
-        raise ValueError(f"edge_id: expected one per entry, {col.numel()}, got {edge_id.numel()}")
+        raise ValueError(f"edge_id: expected {col.numel()} positions, one per entry, got {edge_id.numel()}")
     rowptr = _own(rowptr, torch.int64) if copy else rowptr.detach().to(torch.int64).contiguous()
     col = col.detach().contiguous()
     edge_id = None if edge_id is None else edge_id.detach().contiguous()
@@ -213,7 +213,7 @@ def rows_of_pointers(
     if num_values is None:
         num_values = col.numel()
     elif num_values < col.numel():
-        raise ValueError(f"num_values: expected at least the {col.numel()} of col, got {num_values}")
+        raise ValueError(f"num_values: expected at least {col.numel()}, the length of col, got {num_values}")
     if edge_id is not None:
         if col.numel() and found.most_edge_id >= num_values:
             _raise_range({"edge_id": (edge_id, num_values, "num_values")})
@@ -222,7 +222,7 @@ def rows_of_pointers(
         if is_taken.count_nonzero() != col.numel():
             raise ValueError(
                 f"edge_id: expected a permutation of 0 to {num_values - 1}, the position of every entry "
-                "in the caller's edge order; got a position twice"
+                "in the caller's edge order, got a position twice"
             )
         edge_id = _own(edge_id, torch.int32 if num_values <= _INT32_MAX else torch.int64)
     return CompressedRows(rowptr, found.col, edge_id, num_values, found=found)
@@ -249,7 +249,7 @@ def check_edges(row: Tensor, col: Tensor, duplicates: str, self_loops: str) -> N
 
 
 def _own(index: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy that does not change if the caller edits the tensor in place later."""
+    """A copy in the given dtype, which later in-place edits by the caller do not change."""
     return index.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -284,7 +284,7 @@ def check_shape(shape: tuple[int, int]) -> tuple[int, int]:
     """The shape as two ints.
 
     Raises:
-        TypeError: it is not a pair of ints.
+        TypeError: ``shape`` is not a pair of ints.
         ValueError: a size is negative, or has more than 31 bits.
     """
     try:
@@ -312,7 +312,7 @@ def _check_range(found: Inspection | IndexFacts, row: Tensor, col: Tensor, shape
 
 
 def _raise_range(indices: dict[str, tuple[Tensor, int, str]]) -> None:
-    """Raises an error that names the index that is not 0 <= index < size."""
+    """Raises an error that names the index tensor with values outside of 0 <= index < size."""
     for name, (index, size, size_name) in indices.items():
         low, high = (int(end) for end in torch.aminmax(index))
         if low < 0 or high >= size:

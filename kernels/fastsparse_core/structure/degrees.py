@@ -1,4 +1,4 @@
-"""Degrees of a structure's nodes, and the powers of them that layers scale by."""
+"""Degrees of a structure's nodes, and their powers, by which layers scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastsparse_core.structure.row_formats import RowFormats
 
 
 class Degrees(RowFormats):
-    """The part of :class:`fastsparse_core.Adjacency` that knows how many entries rows and columns have."""
+    """The part of :class:`fastsparse_core.Adjacency` with the numbers of entries per row and column."""
 
     _parent: weakref.ref[Any] | None
 
@@ -55,8 +55,8 @@ class Degrees(RowFormats):
         r""":math:`d_i^{-1/2}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,).
 
         Args:
-            dtype: of the result.
-            loops: how many each node is counted to have besides its entries.
+            dtype: dtype of the result.
+            loops: number of loops that are added to every in-degree.
         """
         key = ("inv_sqrt_degree", dtype, loops)
         return self._of_rows.get(key, lambda: self._inv_sqrt_degree(dtype, loops))
@@ -72,7 +72,7 @@ class Degrees(RowFormats):
         r""":math:`d_i^{-1}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,).
 
         Args:
-            dtype: of the result.
+            dtype: dtype of the result.
         """
         found: Tensor | None = self._of_rows.results.get(("inv_degree", dtype))  # saves a call
         return (
@@ -88,7 +88,7 @@ class Degrees(RowFormats):
         return _power(self.in_degree(), -1.0, dtype)
 
     def _finds_inv_degree(self) -> bool:
-        """Whether it is known: what makes the work list of a new structure on CUDA finds it on its way."""
+        """Whether the inverse degrees are known. On CUDA, building a new work list also computes them."""
         if not self.has_sorted_slices:
             self.row_split  # noqa: B018
         return ("inv_degree", torch.float32) in self._of_rows.results
@@ -97,7 +97,7 @@ class Degrees(RowFormats):
         r""":math:`d_j^{-1/2}` of the out-degrees, 0 where :math:`d_j = 0`; (num_src,).
 
         Args:
-            dtype: of the result.
+            dtype: dtype of the result.
         """
         return self._built.get(("inv_sqrt_out_degree", dtype), lambda: _power(self.out_degree(), -0.5, dtype))
 
@@ -105,7 +105,7 @@ class Degrees(RowFormats):
         r""":math:`d_j^{-1}` of the out-degrees, 0 where :math:`d_j = 0`; (num_src,).
 
         Args:
-            dtype: of the result.
+            dtype: dtype of the result.
         """
         return self._built.get(("inv_out_degree", dtype), lambda: _power(self.out_degree(), -1.0, dtype))
 

@@ -25,7 +25,7 @@ def edge_ends(adj: Adjacency) -> Tensor:
 
 
 def edge_segments(adj: Adjacency) -> Segments:
-    """Which rows of a matrix (num_edges, ...) in the caller's edge order belong to which destination."""
+    """The edges of every destination, as segments of the rows of a matrix in the caller's edge order."""
 
     def build() -> Segments:
         split = adj.row_split if adj.device.type == "cuda" else None  # the CPU's kernels need none

@@ -1,4 +1,4 @@
-"""What kernels over rows read of a structure: row pointers, columns, and work lists, each built once."""
+"""Formats of a structure for kernels that work row by row: pointers, columns and work lists."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _T = TypeVar("_T")
 
 @dataclass
 class Usage:
-    """How often a structure was used, for what decides whether another form of it is worth building.
+    """How often a structure was used, for the rules that decide whether to build another format.
 
     Attributes:
-        products: that counted for a conversion.
-        csr: calls that took slices in row order.
-        scattered: gradients that were added without a transpose; None where none may be.
+        products: number of products that count for a conversion.
+        csr: number of calls that used slices in row order.
+        scattered: number of gradients that were computed without a transpose; None: they need the transpose.
     """
 
     products: int = 0
@@ -36,14 +36,14 @@ class Usage:
 
 
 class TransposedOrder(NamedTuple):
-    """Recipe for `edge_id` of a transposed structure: the positions are computed at the first request.
+    """Computes `edge_id` of a transposed structure when it is first used.
 
     Attributes:
-        rowptr: of the structure that was transposed.
-        col: likewise.
-        num_src: likewise.
-        given: its own `edge_id`.
-        symmetric: whether it equals its transpose.
+        rowptr: row pointers of the untransposed structure.
+        col: columns of the untransposed structure.
+        num_src: number of columns of the untransposed structure.
+        given: `edge_id` of the untransposed structure.
+        symmetric: whether the structure equals its transpose.
     """
 
     rowptr: Tensor
@@ -53,7 +53,7 @@ class TransposedOrder(NamedTuple):
     symmetric: bool
 
     def edge_id(self) -> Tensor:
-        """The positions."""
+        """The positions, the value of `edge_id`."""
         given = self.given.edge_id() if isinstance(self.given, TransposedOrder) else self.given
         if self.symmetric:
             return reverse_entries(self.rowptr, self.col, given)
@@ -65,17 +65,17 @@ class RowFormats:
     """The part of :class:`fastsparse_core.Adjacency` for kernels that work row by row.
 
     Attributes:
-        rowptr: int64 (num_dst + 1,), the range of entries of every row.
-        col: int32 (num_edges,), the source of every entry.
-        edge_id: (num_edges,) position of every entry in the caller's edge order; None: the identity.
+        rowptr: range of entries of every row, int64 (num_dst + 1,).
+        col: source of every entry, int32 (num_edges,).
+        edge_id: position of every entry in the caller's edge order, (num_edges,); None: the identity.
         shape: (num_dst, num_src).
         num_dst: number of rows.
         num_src: number of columns.
-        handle: number by which the operators know the object.
-        plans: what earlier calls found out, by operator and shape, for calls that repeat them.
-        usage: how often it was used.
-        has_sorted_slices: whether slices of like length are together in `row_split`, once it is built.
-        symmetric: whether it equals its transpose, edge values apart; None: not compared yet.
+        handle: number by which operators identify the object.
+        plans: plans of earlier calls, by operator and shape, for later calls of the same kind.
+        usage: how often the structure was used.
+        has_sorted_slices: whether `row_split` sorts slices by length.
+        symmetric: whether the structure, without edge values, equals its transpose; None: not compared yet.
         has_loops: whether some edge is a loop; None: not checked yet.
     """
 
@@ -109,7 +109,7 @@ class RowFormats:
 
     @property
     def device(self) -> torch.device:
-        """Where the structure is."""
+        """Device of the structure."""
         return self.col.device
 
     @property
@@ -118,14 +118,14 @@ class RowFormats:
         return gpu.profile_of(self.col.device)
 
     def row(self) -> Tensor:
-        """Destination of every stored entry, int32 (num_edges,); kept, for operators that read it."""
+        """Destination of every stored entry, int32 (num_edges,); cached, for operators that read it."""
         if torch.compiler.is_compiling() and "row" not in self._of_rows.results:
             row = torch.arange(self.num_dst, dtype=torch.int32, device=self.device)
             return row.repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
         return self._of_rows.get("row", lambda: expand_rows(self.rowptr, self.num_edges))
 
     def row_once(self) -> Tensor:
-        """The same, not kept: for formats that are made of it."""
+        """Like `row`, but not cached: for building formats."""
         kept = self._of_rows.results.get("row")
         return expand_rows(self.rowptr, self.num_edges) if kept is None else kept
 
@@ -145,7 +145,7 @@ class RowFormats:
     def has_short_rows(self) -> bool:
         """Whether no row is longer than a slice.
 
-        Where no work list says so the device is read once; False while a CUDA graph is captured.
+        If no work list shows it, it is read from the device once. False while a CUDA graph is captured.
         """
         is_known = not self._of_rows.results.keys().isdisjoint(("row_split", "has_short_rows"))
         if not is_known and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -170,26 +170,26 @@ class RowFormats:
         return self._sorted_row_split(None)
 
     def _sorted_row_split(self, unsorted: RowSplit | None) -> RowSplit:
-        """Work list with slices of like length together; ``unsorted`` has them in row order, if there."""
+        """Work list with slices sorted by length; ``unsorted``: the work list in row order, if it exists."""
         longest = lengths.slice_length(self.num_edges, self.gpu)
         return split_rows(self.rowptr, longest, is_cut=unsorted is None or unsorted.num_slots > 0)
 
     @property
     def csr_structure(self) -> Any:
-        """The structure as the compiled kernels take it."""
+        """The structure in the form that the compiled kernels take."""
         return self.structure_for(valued=True)
 
     @property
     def plain_structure(self) -> Any:
-        """The structure without any work list, as kernels take it that need none."""
+        """The structure without a work list, for kernels that need none."""
         return self.structure_for(valued=True, work_list="plain")
 
     def structure_for(self, *, valued: bool, work_list: Literal["csr", "plain", "hybrid"] = "csr") -> Any:
-        """The structure as a kernel takes it.
+        """The structure in the form that a kernel takes.
 
         Args:
-            valued: whether edges have values: else kernels do not read `edge_id`, which is not found then.
-            work_list: of the CSR kernels, none, or `hybrid_rows`.
+            valued: whether edges have values. If not, kernels do not read `edge_id`, and it is not computed.
+            work_list: that of the CSR kernels, no work list, or `hybrid_rows`.
         """
         key: Any = f"{work_list}_structure"
         if not valued and isinstance(self._edge_id, TransposedOrder):
@@ -210,10 +210,10 @@ class RowFormats:
         return found
 
     def sort_slices(self) -> None:
-        """Puts slices of like length together, if they are in row order so far.
+        """Sorts slices by length, if they are in row order.
 
-        Everything that was built from them is rebuilt at once, because a CUDA graph may be captured next, and
-        nothing can be built during a capture.
+        Everything that was built from the slices is rebuilt now, because nothing can be built while a CUDA
+        graph is captured.
         """
         if self.has_sorted_slices:
             return
@@ -237,12 +237,12 @@ class RowFormats:
 
     @property
     def first_row_split(self) -> RowSplit:
-        """The work list that was made first: for sums over slices, whose order must never change."""
+        """The work list that was built first, for sums over slices whose order must never change."""
         return self._of_rows.results.get("unsorted_row_split") or self.row_split
 
     @property
     def first_csr_structure(self) -> Any:
-        """`csr_structure` with that work list."""
+        """`csr_structure` with the work list `first_row_split`."""
         first = self.first_row_split
         if first is self.row_split:
             return self.csr_structure
@@ -250,22 +250,22 @@ class RowFormats:
 
     @property
     def hybrid_rows(self) -> HybridRows:
-        """Work list of spmm on both kinds of units, see `HybridRows`."""
+        """Work list of spmm on CUDA cores and tensor cores (`HybridRows`)."""
         return self._of_rows.get("hybrid_rows", lambda: HybridRows.from_rowptr(self.rowptr, self.num_edges))
 
     def edge_groups(self, longest: int) -> RowSplit:
-        """Work list of ssd: the entries of a row in groups of at most ``longest``, and who shares a row.
+        """Work list of ssd: the entries of every row in groups.
 
         Args:
-            longest: most entries of a group.
+            longest: largest number of entries per group.
         """
         return self._of_rows.get(("edge_groups", longest), lambda: RowSplit.from_rowptr(self.rowptr, longest))
 
     def edge_group_structure(self, longest: int) -> Any:
-        """The structure as the compiled ssd takes it; on the CPU there are no groups.
+        """The structure in the form that the compiled ssd takes; on the CPU there are no groups.
 
         Args:
-            longest: most entries of a group.
+            longest: largest number of entries per group.
         """
         return self._built.get(
             ("edge_group_structure", longest),

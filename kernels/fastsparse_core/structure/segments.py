@@ -1,4 +1,4 @@
-"""Rows grouped into segments: what an index or row pointers say, as the segment kernels read it."""
+"""Rows grouped into segments by an index or row pointers, in the form that segment kernels read."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Segments:
     """Which rows of a matrix belong to which segment.
 
     Attributes:
-        rowptr: int64 (num_segments + 1,), the range of entries of every segment.
-        order: int32 or int64 (num_rows,), the matrix's row behind every entry; None where entry i is row i.
+        rowptr: range of entries of every segment, int64 (num_segments + 1,).
+        order: row of the matrix for every entry, int32 or int64 (num_rows,); None: entry i is row i.
         num_segments: number of segments.
-        num_rows: number of the matrix's rows; each belongs to one segment.
-        facts: address of what the device knows of segments that the host has yet to look at, whose
-            `row_split` has space for all that there can be; 0 for all others.
+        num_rows: number of rows of the matrix; each belongs to one segment.
+        facts: for segments whose facts the host has not read yet: address of the facts on the device. Then
+            `row_split` has its largest possible length. 0 for all other segments.
     """
 
     facts = 0
@@ -55,13 +55,13 @@ class Segments:
     def from_index(
         cls, index: Tensor, num_segments: int, meanwhile: Callable[[Segments], None] | None = None
     ) -> Segments:
-        """Sorts an index stably; one that ascends already is only counted.
+        """Makes segments of an index, by a stable sort. An ascending index needs no sort.
 
         Args:
-            index: int32 or int64 (num_rows,), the segment of every row.
+            index: segment of every row, int32 or int64 (num_rows,).
             num_segments: number of segments.
-            meanwhile: may be called while the device sorts, with segments that may only be used for
-                reductions: what it launches is void if this raises.
+            meanwhile: function that may be called with the segments while the device sorts. It may launch
+                only reductions. Their results are invalid if this method raises an error.
 
         Raises:
             ValueError: an index is negative or too large.
@@ -95,7 +95,7 @@ class Segments:
     def _of_unsorted(
         cls, index: Tensor, num_segments: int, meanwhile: Callable[[Segments], None] | None
     ) -> Segments | None:
-        """Sorts an index on a GPU, unseen; None if some of it is none."""
+        """Sorts an index on a GPU before it is checked; None if some entry is not a segment."""
         check_content("index", index)
         num_rows = index.numel()
         # The host waits for the only read from the device after everything that does not need it was
@@ -117,14 +117,14 @@ class Segments:
 
     @classmethod
     def from_rowptr(cls, rowptr: Tensor, num_rows: int) -> Segments:
-        """Takes the pointers of consecutive segments.
+        """Makes segments of consecutive rows from row pointers.
 
         Args:
             rowptr: int32 or int64 (num_segments + 1,), ascending from 0 to ``num_rows``.
             num_rows: number of rows.
 
         Raises:
-            ValueError: they do not ascend, or do not cover all rows.
+            ValueError: the pointers do not ascend, or do not cover all rows.
         """
         check_content("rowptr", rowptr)
         own = rowptr.detach().to(torch.int64, copy=True, memory_format=torch.contiguous_format)
@@ -141,10 +141,10 @@ class Segments:
         return {"rowptr": self.rowptr, "order": self.order, "num_rows": self.num_rows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores pickled segments, whose file may be damaged: kernels do not check what they read.
+        """Restores pickled segments; checks them, because files may be damaged and kernels do not check.
 
         Raises:
-            ValueError: something is missing, or rows do not belong to one segment each.
+            ValueError: a part is missing, or some row does not belong to exactly one segment.
         """
         try:
             rowptr, order, num_rows = state["rowptr"], state["order"], state["num_rows"]
@@ -159,7 +159,7 @@ class Segments:
                     raise ValueError(f"order: expected {num_rows} rows, got {order.numel()}")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"expected pickled segments as they were saved, got damaged ones ({error}); make them again"
+                f"expected intact pickled segments, got damaged ones ({error}); make them again"
             ) from error
         Segments.__init__(self, rowptr, order, num_rows)
 
@@ -214,7 +214,7 @@ class Segments:
         return torch.repeat_interleave(segment, self.rowptr.diff(), output_size=self.num_rows)
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes by name of what is held."""
+        """Bytes of the stored tensors, by name."""
         built = self._built.results
         tensors = {"rowptr": self.rowptr, "order": self.order}
         tensors |= {name: built.get(name) for name in ("index", "count")}

@@ -1,4 +1,4 @@
-"""What a structure keeps: its tensors by name, and what of it is pickled and moved."""
+"""Memory of a structure: its tensors by name, pickling, and copies to other devices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fastsparse_core.structure.row_formats import TransposedOrder
 
 
 class Storage(BlockFormats, EdgeValues):
-    """The part of :class:`fastsparse_core.Adjacency` that knows what is in memory of it."""
+    """The part of :class:`fastsparse_core.Adjacency` that lists, pickles and moves its tensors."""
 
     def _start(self) -> None:
-        """Begins with nothing derived."""
+        """Starts without derived data."""
         raise NotImplementedError
 
     def _own_tensors(self) -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ class Storage(BlockFormats, EdgeValues):
         return tensors
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes held by this structure and what was derived from it, by name; shared memory counts once."""
+        """Bytes of this structure and its derived data, by name; shared memory counts once."""
         sizes: dict[str, int] = {}
         seen: set[int] = set()
         for name, tensor in self._tensors(set()):
@@ -47,7 +47,7 @@ class Storage(BlockFormats, EdgeValues):
         return sizes
 
     def _tensors(self, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor kept, by name, of structures that are not among ``visited`` (handles) yet."""
+        """All tensors by name, of structures whose handles are not in ``visited`` yet."""
         visited.add(self.handle)
         yield from self._own_tensors().items()
         results = self._of_rows.results | self._of_pattern.results | self._built.results
@@ -56,7 +56,7 @@ class Storage(BlockFormats, EdgeValues):
             yield from self._tensors_of(name, result, visited)
 
     def _tensors_of(self, name: str, result: Any, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
-        """Those of one result that is kept under that name."""
+        """The tensors of one cached result."""
         if isinstance(result, Tensor):
             yield name, result
         elif isinstance(result, (RowSplit, HybridRows, Bsb)):
@@ -83,7 +83,7 @@ class Storage(BlockFormats, EdgeValues):
 
 
 def move(item: Any, device: torch.device, non_blocking: bool) -> Any:
-    """A tensor, or all of a tuple, on another device; anything else as it is."""
+    """Moves a tensor, or all tensors of a tuple, to another device; returns other objects unchanged."""
     if isinstance(item, Tensor):
         return item.to(device, non_blocking=non_blocking)
     if isinstance(item, tuple):
