@@ -410,7 +410,7 @@ def _differentiate_at_once(
     edges: LayerEdges | None,
     edges_wanted: Sequence[bool],
 ) -> tuple[tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]], Sequence[Tensor | None]]:
-    """Gradients of the linear maps' results, of the vectors, and of the biases if they have a dtype.
+    """Gradients of the linear maps' results, of the vectors, and of the biases whose dtype is given.
 
     Also returns the gradients of the edges' features and of both their weights.
     """

@@ -236,7 +236,7 @@ def differentiate(
     bias_dtype: torch.dtype | None,
     map_bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]]:
-    """Gradients of the linear maps' results, of the vectors, and of the biases if they have a dtype."""
+    """Gradients of the linear maps' results, of the vectors, and of the biases whose dtype is given."""
     algorithm = "fused3s" if call.plan.on_blocks else "csr"
     how = (call.score, call.dtype, call.widths, call.heads, call.scale, algorithm)
     plan = plan_of(call.adj, *how, records=True, backward=True)
