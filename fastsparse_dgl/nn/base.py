@@ -17,7 +17,7 @@ from fastsparse_dgl.graph import DGLError, GraphLike
 _ZERO_IN_DEGREE = (
     "graph: expected at least one incoming edge for every destination, got nodes of zero in-degree, whose "
     "result would be 0; add self loops with dgl.add_self_loop(graph), or construct the layer with "
-    "allow_zero_in_degree=True to accept results of 0"
+    "allow_zero_in_degree=True"
 )
 
 

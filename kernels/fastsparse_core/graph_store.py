@@ -427,7 +427,7 @@ class BatchEdges:
 
 
 class _StoredStructure:
-    """The structures of all graphs, numbered within each graph, from which those of batches are gathered."""
+    """The structures of all graphs, numbered within each graph. Structures of batches are gathered here."""
 
     def __init__(
         self,

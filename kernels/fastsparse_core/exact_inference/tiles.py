@@ -726,7 +726,7 @@ def _send(data: Tensor, out: Tensor, buffers: _Buffers) -> None:
 
 
 class _Buffers:
-    """Page-locked buffers, used in turn. Before a buffer is used again, its last transfer is waited for."""
+    """Page-locked buffers. A buffer is used again only after its last transfer has ended."""
 
     def __init__(self) -> None:
         self._memory: list[Tensor | None] = [None] * _NUM_BUFFERS

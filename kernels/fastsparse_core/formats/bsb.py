@@ -228,7 +228,7 @@ class Bsb:
 
 
 def vectors_together(num_quads: int, num_blocks: int, num_dst: int, num_edges: int) -> int:
-    """Chooses the number of vectors to a multiple of which windows are padded: 16 (a block) or 4 (a quad).
+    """Chooses how windows are padded: to a multiple of 16 vectors (a block) or of 4 (a quad).
 
     A block whose 64 bytes are in one cache line is read faster, but padding multiplies the size of a window
     with few vectors.

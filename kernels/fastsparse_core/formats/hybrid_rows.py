@@ -26,8 +26,8 @@ LONGEST = 256
 class HybridRows:
     """Work list: the long items in the order of rows, then one short item per row.
 
-    A row of n entries has ceil(floor(n / 64) / 4) long items of 256 entries, of which the last may have 64,
-    128 or 192 entries, and a short item of n % 64 entries. An empty row has a short item, so that its result
+    A row of n entries has ceil(floor(n / 64) / 4) long items of 256 entries (the last may have 64, 128
+    or 192), and a short item of n % 64 entries. An empty row has a short item, so that its result
     is written. A row with several items has as many slots for partial results, as in `RowSplit`; the last
     slot belongs to the short item.
 
