@@ -91,7 +91,7 @@ class DeviceIndex(_IndexClass):
         return self._keep(("edges", int(etype), order), move)
 
     def flatten_relations(self, etypes: Any) -> Any:
-        """Several edge types merged into one; `_OnDevice` marks its attributes, which no hook covers."""
+        """Merges several edge types into one. `_OnDevice` moves the result's attributes to the device."""
         return _OnDevice(super().flatten_relations(etypes), self.device)
 
     def _keep(self, key: Any, make: Callable[[], Any]) -> Any:

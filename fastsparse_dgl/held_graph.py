@@ -16,7 +16,7 @@ from fastsparse_dgl.sampled_block import SampledBlock
 
 
 class HeldEdges(Edges):
-    """Edges of a captured step, whose structure is built again in every run."""
+    """Edges of a captured step. Every run of the step builds their structure again."""
 
     is_sorted = False
 

@@ -143,7 +143,7 @@ def remember_edges(edge_index: Tensor, edges: Edges | BatchEdges) -> None:
 
 
 def known_edges(edge_index: Tensor) -> Edges | BatchEdges | None:
-    """What a loader stored about these edges; None if nothing is stored, or they were edited since."""
+    """What a loader stored about these edges; None if it stored nothing, or the edges were edited since."""
     entry = _of_batches.get(edge_index) if len(_of_batches) else None
     return entry[1] if entry is not None and entry[0] == stamp_of(edge_index) else None
 

@@ -91,7 +91,7 @@ def _run(given: list[str]) -> int:
     if (report := environment.get(watch.REPORT, "")) not in ("", "1", "time"):
         return _refuse(f"{watch.REPORT}: expected '1' or 'time', got {report!r}")
     if given and given[0] == "-c":
-        return _refuse("-c is not supported; write the code to a file and run that")
+        return _refuse("-c is not supported; write the code to a file and run the file")
     if not given or given == ["-m"]:
         return _refuse("expected a script, or -m and a module")
     if given[0] != "-m" and given[0].startswith("-"):

@@ -101,9 +101,9 @@ class _ToEdges(torch.autograd.Function):
 
 
 def extremum_edges(adj: Adjacency, e: Tensor, reduce: Literal["max", "min"]) -> Tensor:
-    """Maxima or minima of the features of the edges that share a destination; 0 where there are none.
+    """Maxima or minima of the features of the edges that share a destination; 0 for nodes without edges.
 
-    If values are equal, the first edge in the caller's order counts. If one is NaN, so is the result.
+    Of equal values, the first edge in the caller's order is chosen. If some value is NaN, the result is NaN.
     """
     rows = e.reshape(e.size(0), math.prod(e.shape[1:]))
     if e.is_cuda or rows.size(1) < _WIDE_EXTREMUM:

@@ -437,11 +437,11 @@ class StoredGraphs:
                 continue
             value, pointer = store._mapping[name], of_store[name]
             if pointer.numel() != len(self._graphs) + 1:
-                raise NotStored("slices of another number of graphs")
+                raise NotStored("its slices are for another number of graphs")
             part: _Part
             if type(value) is list and all(_is_object(item) for item in value):
                 if not pointer.tolist() == list(range(len(value) + 1)):
-                    raise NotStored("a list with slices of its own")
+                    raise NotStored("it is a list with its own slices")
                 part = _Objects(value)
             elif _is_plain(value):
                 dim = data.__cat_dim__(name, value, store) % value.dim()
@@ -522,14 +522,14 @@ def _tensor_part(stored: StoredGraphs, name: str, values: list[Tensor], stores: 
     dims: set[Any] = {item._parent().__cat_dim__(name, value, item) for value, item in asked}
     dim = dims.pop()
     if dims or not (dim is None or isinstance(dim, int)):
-        raise NotStored("__cat_dim__ does not say one dimension for all graphs")
+        raise NotStored("__cat_dim__ does not return the same dimension for all graphs")
     stacks = dim is None or like.dim() == 0
     axis = 0 if dim is None or stacks else dim % like.dim()
     if not stacks and dim not in (axis, axis - like.dim()):
         raise NotStored(f"it has no dimension {dim}")
     shapes = {item.shape if stacks else (item.shape[:axis], item.shape[axis + 1 :]) for item in values}
     if len(shapes) > 1:
-        raise NotStored("the shapes of its tensors do not fit")
+        raise NotStored("its tensors have shapes that cannot be concatenated")
     added, shape = _increments(stored, name, values, stores)
     if stacks:
         return stored._rows(torch.stack(values), 0, 0, added, shape)

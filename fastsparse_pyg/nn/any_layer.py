@@ -398,7 +398,7 @@ class AnyLayer(MessagePassing):
 
     @classmethod
     def forget_reasons(cls) -> None:
-        """Makes the next call report its reason for small graphs, which is reported once per process."""
+        """Makes the next call report the reason for small graphs, which is reported once per process."""
         cls._left.clear()
 
     def _shown(self) -> str:

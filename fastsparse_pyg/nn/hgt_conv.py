@@ -183,7 +183,7 @@ class FastHGTConv(AttentionConv, HGTConv):
             if edges.dim() != 2 or edges.size(0) != 2 or edges.dtype not in (torch.int64, torch.int32):
                 return Reason("edges that are not integers of shape (2, num_edges)", fallback.PLAIN_EDGES)
             if edge_type not in self.edge_types_map or not {edge_type[0], edge_type[-1]} <= x_src.keys():
-                return Reason("edges between types that have no features", "Pass features of all node types")
+                return Reason("edges of a node type without features", "Pass features of all node types")
         if len(dtypes) != 1 or not are_matrices:
             return Reason("features that are not matrices of one dtype", fallback.ONE_DTYPE)
         # The layers are not called, only their weights are read, so hooks would not run. A lazy layer gets

@@ -70,14 +70,15 @@ class Copies(NamedTuple):
         return cls(pattern, type(layer).message, how, feature)
 
     def reduce(self, layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
-        """The result of `propagate` for edges that are in the cache; None if the usual path has to run.
-
-        `NO_COPIES` means that the weights are not one per edge.
+        """Computes `propagate` for edges that are in the cache.
 
         Args:
             layer: the layer.
             edge_index: argument of `propagate`.
             given: other arguments of `propagate`.
+
+        Returns:
+            The result; None if the usual path has to run; `NO_COPIES` if there is not one weight per edge.
         """
         x, state = given[self.feature], layer.__dict__
         if type(x) is tuple and len(x) == 2 and x[0] is x[1]:

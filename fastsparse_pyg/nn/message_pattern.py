@@ -33,7 +33,8 @@ class Pattern:
     """The computation of a traced method.
 
     Attributes:
-        kind: ``"product"``: features of the sources, weighted or not; ``"any"``: anything.
+        kind: ``"product"``: features of the sources, weighted or not; ``"any"``: another
+            computation.
         feature: argument whose rows are copied, "x_j".
         shape: trailing shape to which the method views the feature; None: no view.
         out_shape: trailing shape to which the method views the product; None: no view.

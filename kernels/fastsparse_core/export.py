@@ -308,17 +308,17 @@ class Rows(Entries):
 
 
 def structure(edges: Tensor, *place: Any) -> Entries:
-    """``fastsparse::structure``."""
+    """Computes ``fastsparse::structure``."""
     return Entries(edges, *place)
 
 
 def structure_num_edges(edges: Tensor, adj: Entries) -> int:
-    """``fastsparse::structure_num_edges``."""
+    """Computes ``fastsparse::structure_num_edges``."""
     return adj.num_edges
 
 
 def structure_part(edges: Tensor, adj: Entries, name: str, size: int, dtype: torch.dtype) -> Tensor:
-    """``fastsparse::structure_part``."""
+    """Computes ``fastsparse::structure_part``."""
     if name.startswith("inv_"):
         degree = adj.out_degree() if "out" in name else adj.in_degree()
         power = degree.to(dtype).clamp(min=1).pow(-0.5 if "sqrt" in name else -1.0)
@@ -346,7 +346,7 @@ def spmm(
     algorithm: str,
     relu: bool,
 ) -> Tensor:
-    """``fastsparse::spmm``."""
+    """Computes ``fastsparse::spmm``."""
     with _in(x.dtype):
         scales: dict[str, Any] = {"scale_dst": scale_dst, "scale_src": scale_src}
         return reference.spmm(adj, x, value, bias=bias, relu=relu, **scales).to(x.dtype)
@@ -355,7 +355,7 @@ def spmm(
 def spmm_extremum(
     x: Tensor, value: Tensor | None, num_dst: int, adj: Any, transpose: bool, minimum: bool, adds: bool
 ) -> tuple[Tensor, Tensor]:
-    """``fastsparse::spmm_extremum``."""
+    """Computes ``fastsparse::spmm_extremum``."""
     if adds:
         raise NotImplementedError("program: expected edge values as factors, got ones that are added")
     with _in(x.dtype):
@@ -375,14 +375,14 @@ def sddmm(
     algorithm: str,
     dense: bool,
 ) -> Tensor:
-    """``fastsparse::sddmm``."""
+    """Computes ``fastsparse::sddmm``."""
     with _in(x_dst.dtype):
         split = [x.unflatten(1, (heads, -1)) for x in (x_dst, x_src)]
         return reference.sddmm(adj, *split, scale_dst=scale_dst, scale_src=scale_src).to(dtype)
 
 
 def edge_softmax(score: Tensor, adj: Any) -> Tensor:
-    """``fastsparse::edge_softmax``."""
+    """Computes ``fastsparse::edge_softmax``."""
     with _in(score.dtype):
         return reference.edge_softmax(adj, score).to(score.dtype)
 
@@ -403,7 +403,7 @@ def attention(
     algorithm: str,
     adj: Any,
 ) -> tuple[Tensor, ...]:
-    """``fastsparse::attention``."""
+    """Computes ``fastsparse::attention``."""
     if dropout_p:
         raise ValueError(
             f"program: expected a model in evaluation mode, got dropout={dropout_p}; call model.eval()"
@@ -434,20 +434,20 @@ def _unfused(formula: Callable[..., Tensor], count: int, results: int) -> Callab
 
 
 def maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """``fastsparse::maxk``."""
+    """Computes ``fastsparse::maxk``."""
     with _in(x.dtype):
         values, ids = reference.maxk(x, k)
     return values.to(x.dtype), ids
 
 
 def maxk_dense(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """``fastsparse::maxk_dense``, without the results that only its gradient reads."""
+    """Computes ``fastsparse::maxk_dense``, without the results that only its gradient reads."""
     values, ids = maxk(x, k)
     return cbsr_to_dense(values, ids, x.size(-1)), ids
 
 
 def cbsr_to_dense(values: Tensor, ids: Tensor, width: int) -> Tensor:
-    """``fastsparse::cbsr_to_dense``."""
+    """Computes ``fastsparse::cbsr_to_dense``."""
     with _in(values.dtype):
         return reference.cbsr_to_dense(values, ids, width).to(values.dtype)
 
@@ -465,7 +465,7 @@ def ssd(
     transpose: bool,
     algorithm: str,
 ) -> Tensor:
-    """``fastsparse::ssd``."""
+    """Computes ``fastsparse::ssd``."""
     scales: dict[str, Any] = {"scale_dst": scale_dst, "scale_src": scale_src}
     with _in(values.dtype):
         return reference.ssd(adj, values, ids, width, value, bias=bias, **scales).to(values.dtype)
@@ -525,7 +525,7 @@ def cpp_spmm(
     algorithm: str,
     relu: bool,
 ) -> Tensor:
-    """``fastsparse::spmm``."""
+    """Computes ``fastsparse::spmm``."""
     operands = map(_contiguous, (x, value, scale_dst, scale_src, None if bias is None else bias.to(x.dtype)))
     found: Tensor = torch.ops.fastsparse_cpp.spmm(*operands, *adj.tensors, relu)
     return found
@@ -534,7 +534,7 @@ def cpp_spmm(
 def cpp_spmm_extremum(
     x: Tensor, value: Tensor | None, num_dst: int, adj: Rows, transpose: bool, minimum: bool, adds: bool
 ) -> tuple[Tensor, Tensor]:
-    """``fastsparse::spmm_extremum``."""
+    """Computes ``fastsparse::spmm_extremum``."""
     operands = map(_contiguous, (x, value))
     found = torch.ops.fastsparse_cpp.spmm_extremum(*operands, *adj.tensors, minimum, adds)
     return found, found
@@ -556,7 +556,7 @@ def cpp_attention(
     algorithm: str,
     adj: Rows,
 ) -> tuple[Tensor, ...]:
-    """``fastsparse::attention``."""
+    """Computes ``fastsparse::attention``."""
     tensors = (dst, src, v, att, edge, edge_weight, bias)
     values = src if v is None else v
     needs_formula = bool(dropout_p)

@@ -221,7 +221,7 @@ class GraphStore:
 
         Args:
             index: positions; a tensor must be int64 on the CPU. Negative positions count from the end.
-            graph_at: number of the graph at every position, int64; None: both are equal.
+            graph_at: number of the graph at every position, int64; None: position and number are equal.
 
         Raises:
             IndexError: there is no such position.

@@ -39,7 +39,7 @@ def grouped_product(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tenso
             f"shape {tuple(x.shape)}"
         )
     if len(starts) != blocks.size(0) + 1 or starts[-1] != x.size(0):
-        raise ValueError(f"starts: expected {blocks.size(0)} groups of {x.size(0)} rows, got {starts}")
+        raise ValueError(f"starts: expected {blocks.size(0)} first rows, then {x.size(0)}, got {starts}")
     x, blocks = autocast(x, blocks)  # type: ignore[assignment]
     out: Tensor = _GroupedProduct.apply(x, blocks, starts)
     return out

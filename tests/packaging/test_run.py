@@ -159,7 +159,7 @@ def test_a_script_may_import_the_plugin_first(folder):
         (("--reprt", "script.py"), "unknown option --reprt; options of the script come after its name"),
         (("--report-json",), "--report-json: expected a file"),
         (("--report=fast", "x.py"), "--report: expected nothing or 'time', got 'fast'"),
-        (("-c", "print()"), "-c is not supported; write the code to a file and run that"),
+        (("-c", "print()"), "-c is not supported; write the code to a file and run the file"),
         (("-i", "x.py"), "unknown option -i; options of the script come after its name"),
     ],
 )

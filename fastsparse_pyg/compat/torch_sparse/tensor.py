@@ -125,15 +125,15 @@ class SparseTensor:
     # ---------------------------------------------------------------- formats
 
     def coo(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(row, col, value)."""
+        """The tuple (row, col, value)."""
         return self.storage.row(), self.storage.col(), self.storage.value()
 
     def csr(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(rowptr, col, value)."""
+        """The tuple (rowptr, col, value)."""
         return self.storage.rowptr(), self.storage.col(), self.storage.value()
 
     def csc(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(colptr, row, value), sorted by column."""
+        """The tuple (colptr, row, value), sorted by column."""
         order, value = self.storage.csr2csc(), self.storage.value()
         return self.storage.colptr(), self.storage.row()[order], None if value is None else value[order]
 

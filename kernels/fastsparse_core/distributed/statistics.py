@@ -22,7 +22,7 @@ class PartitionStatistics:
     Attributes:
         rows: number of nodes of the rank.
         edges: number of edges that end at the rank's nodes.
-        halo_edges: number of edges that also start at nodes of other ranks.
+        halo_edges: number of edges that end at the rank's nodes and start at nodes of other ranks.
         halo_rows: number of nodes of other ranks whose features the rank receives.
 
     Example:

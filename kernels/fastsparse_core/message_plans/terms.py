@@ -81,13 +81,13 @@ def weighted(found: Edges, weight: Tensor | None, x: Tensor, heads: int, how: st
 
 
 def linear_of_reduced(found: Edges, x: Tensor, weight: Tensor, bias: Tensor | None, how: str) -> Tensor:
-    """A linear map after the reduction, equal to the map with its bias applied to every edge before it."""
+    """Applies a linear map after a reduction. The result is as if the map were applied to every edge."""
     out = F.linear(x, weight)
     return out if bias is None else plus_bias_of_reduced(found, out, bias, how)
 
 
 def plus_bias_of_reduced(found: Edges, x: Tensor, bias: Tensor, how: str) -> Tensor:
-    """Adds a bias after the reduction, equal to adding it to every edge before it."""
+    """Adds a bias after a reduction. The result is as if the bias were added to every edge."""
     return x + bias * _times(found.dst, x, how)
 
 

@@ -130,7 +130,7 @@ def kernel_of(
         leaves: tensors of the expressions.
         wanted: leaves whose gradients the kernel computes.
     """
-    info_once(_logger, f"Compiling generated kernels of a message, which takes about a second each: {roots}")
+    info_once(_logger, f"compiling generated kernels of a message; each takes about a second: {roots}")
     source = source_of(part, roots, leaves, wanted)
     name = hashlib.sha256(source.encode()).hexdigest()[:24]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsparse" / "edge_kernels"

@@ -26,7 +26,7 @@ class End(Protocol):
         """Node of every edge, int32 or int64 (num_edges,)."""
 
     def find(self, *_: Any) -> Segments:
-        """The segments of that index."""
+        """The segments of `index`."""
 
 
 def lift(matrices: Sequence[Tensor], ends: Sequence[End]) -> tuple[Tensor, ...]:

@@ -314,7 +314,7 @@ def attention_weights(
         \alpha_{ij} = \operatorname{softmax}_j(s \langle \mathbf{q}_i, \mathbf{k}_j \rangle + b_{ij}) \quad
         \text{for every head}
 
-    Arguments and errors are those of :func:`attention`.
+    From Fused3S, section 3. Arguments and errors are those of :func:`attention`.
 
     Returns:
         (num_values, H) in the caller's edge order; float64 for float64, else float32. Differentiable.
@@ -348,7 +348,7 @@ def additive_attention_weights(
         \alpha_{ij} = \operatorname{softmax}_j(\operatorname{leaky\_relu}(a_i + c_j + b_{ij})) \quad \text{for
         every head}
 
-    Arguments and errors are those of :func:`additive_attention`.
+    From Veličković et al. (2018). Arguments and errors are those of :func:`additive_attention`.
 
     Returns:
         (num_values, H) in the caller's edge order; float64 for float64, else float32. Differentiable.
@@ -388,7 +388,7 @@ def gatv2_attention_weights(
         \alpha_{ij} = \operatorname{softmax}_j(\langle \mathbf{a}, \operatorname{leaky\_relu}(\mathbf{x}_i +
         \mathbf{z}_j) \rangle) \quad \text{for every head}
 
-    Arguments and errors are those of :func:`gatv2_attention`.
+    From Brody et al. (2022). Arguments and errors are those of :func:`gatv2_attention`.
 
     Returns:
         (num_values, H) in the caller's edge order; float64 for float64, else float32. Differentiable.
