@@ -13,8 +13,8 @@ enum class EdgeMessage : int { kRelu = 0, kGate = 1, kGateAndState = 2 };
 // zeros, in the accumulation type.
 struct EdgeMapsArgs {
   DenseView weight;    // (given_width, given_edge_width) of `dtype`; null data: `out` is laid out already
-  DenseView added;     // likewise: added to W; null data: nothing
-  DenseView of_value;  // likewise: U; null data: none
+  DenseView added;     // (given_width, given_edge_width) of `dtype`: added to W; null data: nothing
+  DenseView of_value;  // (given_width, given_edge_width) of `dtype`: U; null data: none
   const void* bias;    // (given_width); null: none
   std::int64_t given_width;
   std::int64_t given_edge_width;
@@ -24,24 +24,24 @@ struct EdgeMapsArgs {
   std::int64_t edge_width;
 };
 
-// Edge features a are raw (then e = W a + bias and u = U a), or they are rows e themselves, or there are
+// Edge features may be raw features a (then e = W a + bias and u = U a), or they are e itself, or there are
 // none.
 struct EdgeMessageInput {
-  EdgeMessage message;   // kGateAndState: for rows e; z and the sums of the gates are results, too
+  EdgeMessage message;   // kGateAndState: only if `edge` has e; z and sums of the gates are also results
   DenseView k;           // (num_rows, width); gates only
   DenseView q;           // (num_cols, width)
   DenseView v;           // (num_cols, width); gates only
   DenseView edge;        // (num_values, edge_width) if raw, otherwise (num_values, width); null data: none
   EdgeMapsArgs maps;     // null `out`: not raw
   const void* weight;    // in `maps.out`: (edge_width, width), W transposed; null: not raw
-  const void* of_value;  // likewise: U transposed; gates with raw features only
+  const void* of_value;  // in `maps.out`: (edge_width, width), U transposed; gates with raw features only
   const void* bias;      // (width), null: 0; relu with raw features only
   std::int64_t width;
   std::int64_t edge_width;
   Dtype dtype;
 };
 
-// Launchers call it first: it finds the maps in `maps.out`.
+// Sets the widths of `maps` and the pointers into `maps.out`. Launchers call this first.
 inline void find_maps(EdgeMessageInput& input) {
   EdgeMapsArgs& maps = input.maps;
   if (maps.out == nullptr) {
@@ -86,7 +86,7 @@ FASTSPARSE_ARGUMENTS(EdgeMessageArgs, AS(structure, a), ALSO(split), IN(input, m
 // Gradients of maps and raw features for the caller, without padding; null: not computed.
 struct EdgeMapGradients {
   void* weight;    // (width, edge_width) of `dtype`
-  void* of_value;  // likewise; gates only
+  void* of_value;  // (width, edge_width) of `dtype`; gates only
   void* bias;      // (width) of `dtype`, with `weight`; relu only
   void* features;  // (num_values, edge_width) in the features' type
   std::int64_t width;
