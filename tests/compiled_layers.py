@@ -1,7 +1,7 @@
 """The table of PyG's drop-ins under `torch.compile` and `torch.export`, with edges as a plain tensor.
 
 `tests/pyg/test_pyg_compile.py` checks its rows. ``python tests/compiled_layers.py`` checks them too, with
-CUDA graphs where there is a GPU, and writes the table of docs/compile.md.
+CUDA graphs where there is a GPU, and writes the table of docs/compile_layers.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fastsparse_core.export import for_cpp
 from fastsparse_core.log import seen
 from fastsparse_pyg import nn as fast
 
-PAGE = Path(__file__).parents[1] / "docs" / "compile.md"
+PAGE = Path(__file__).parents[1] / "docs" / "compile_layers.md"
 COLUMNS = ("compile", "other sizes", "reduce-overhead", "export", "AOTInductor")
 #: Layers, or calls of them, for which PyG's code is traced, and the message that says so.
 _TYPED = "typed edges"

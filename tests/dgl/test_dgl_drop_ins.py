@@ -53,7 +53,7 @@ from fastsparse_core import Adjacency
 from fastsparse_dgl.nn import DROP_INS
 
 #: The part about DGL's layers.
-COMPILE_PAGE = (Path(__file__).parents[2] / "docs" / "compile.md").read_text().split("\n## DGL\n")[-1]
+COMPILE_PAGE = (Path(__file__).parents[2] / "docs" / "compile_layers.md").read_text().split("\n## DGL\n")[-1]
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -321,7 +321,7 @@ def test_same_class_parameters_and_repr(name):
 @pytest.mark.usefixtures("fresh_compiler")
 @each_case(CASES)
 def test_compile_with_an_adjacency(case):
-    """As the table of docs/compile.md says: without graph breaks, and at most twice for all sizes."""
+    """As the table of docs/compile_layers.md says: without graph breaks, and at most twice for all sizes."""
     (_, fast), frames = case.pair(6, 4), []
 
     def backend(module: torch.fx.GraphModule, given: list[torch.Tensor]) -> object:

@@ -264,7 +264,7 @@ def test_inductor_trains(device):
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])
 def test_every_layer_compiles_with_edges(device, row, reasons):
-    """As the table of docs/compile.md says."""
+    """As the table of docs/compile_layers.md says."""
     if row.is_fallback:
         torch.compile(row.run, backend="eager")(row.make().to(device), *moved(row.draw(40), device))
         assert [record for record in reasons.records if "torch.compile" in record.message]
