@@ -414,7 +414,7 @@ class PartitionedAdjacency(Adjacency):
         """Columns of some rows of ``rows``, with the halo that they need. Collective.
 
         Args:
-            col: int32, columns of ``rows``.
+            col: ``(num_edges,)`` int32, columns of ``rows``.
 
         Returns:
             The same columns, numbered among the own nodes and the halo's nodes that are needed; int64, the
