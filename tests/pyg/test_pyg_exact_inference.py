@@ -302,7 +302,7 @@ def test_arguments_are_checked() -> None:
         inference(model, data, out=torch.empty(60, 5, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"out: expected a floating-point dtype, got torch\.int32"):
         inference(model, data, out=np.empty((60, 5), np.int32))
-    with pytest.raises(ValueError, match="group: expected None, because processes"):
+    with pytest.raises(ValueError, match="group: expected None, because torch.distributed"):
         inference(model, data, group=object())
 
 

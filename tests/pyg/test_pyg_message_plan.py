@@ -339,7 +339,7 @@ def weighted_copies(self, x_j, w):
 
 
 Message = Callable[..., Any]
-PER_NODE, BEHIND = "linear maps per node", "a linear map behind the sum"
+PER_NODE, BEHIND = "linear maps per node", "a linear map after the sum"
 #: message -> gains of its plan on the CPU if messages are summed; empty: there is no plan.
 MESSAGES: dict[Message, tuple[str, ...]] = {
     gat_one_head: ("scores per node", "additive_attention"),
