@@ -15,13 +15,13 @@ _PACKAGES = ("fastsparse_core", "fastsparse_pyg", "fastsparse_dgl")
 _WARM_UP = 4
 
 
-def counted(call: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """The result of a call, and the file of every frame of ours within it, other threads' included."""
+def counted(call: Callable[[], Any], *, only_ours: bool = True) -> tuple[Any, list[str]]:
+    """The result of a call, and the file of every frame within it, other threads' included."""
     files: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         file = frame.f_code.co_filename
-        if event == "call" and any(package in file for package in _PACKAGES):
+        if event == "call" and (not only_ours or any(package in file for package in _PACKAGES)):
             files.append(file)
 
     threading.setprofile(note)  # of the threads of autograd, which begin later

@@ -379,8 +379,8 @@ FAULTS = (
     Fault(
         "few edges on a GPU are new in every call",
         "fastsparse_pyg/caching.py",
-        "    if _met.of(edges):",
-        "    if False:",
+        "    return _met.count(edges) <= SIGHTS and _met.previous < SIGHTS",
+        "    return True",
         ("tests/pyg/test_pyg_any_layer.py::test_few_edges_on_a_gpu",),
     ),
     Fault(
@@ -505,8 +505,8 @@ FAULTS = (
     Fault(
         'norm="left" divides by in-degrees',
         "fastsparse_dgl/nn/graph_conv.py",
-        'found["scale_src"] = adjacency.inv_out_degree(dtype)',
-        'found["scale_src"] = adjacency.inv_degree(dtype)',
+        '"left": ("", "inv_out_degree"),',
+        '"left": ("", "inv_degree"),',
         ("tests/dgl/test_dgl_graph_conv.py::test_parity",),
     ),
     Fault(
