@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -276,7 +277,9 @@ def test_few_edges_and_wrong_edges_run_the_module_itself(served: list[bool]) -> 
                 module(edge_index=wrong, **given)
             with pytest.raises(expected.type) as got:
                 fast(edge_index=wrong, **given)
-            assert str(got.value) == str(expected.value)
+            # Of several wrong indices, either end of an edge may be found first.
+            one, other = (re.sub(r"^index \d+", "index", str(each.value)) for each in (got, expected))
+            assert one == other
     assert not any(served)
 
 

@@ -406,11 +406,11 @@ class PartitionedAdjacency(Adjacency):
         )
 
     @property
-    def by_columns(self) -> ColumnExchange:
+    def by_columns(self) -> Any:
         """Exchanges features some columns at a time."""
         return ColumnExchange(self.exchange)
 
-    def only(self, col: Tensor) -> tuple[Tensor, Tensor, ColumnExchange]:
+    def only(self, col: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Columns of some rows of ``rows``, with the halo that they need. Collective.
 
         Args:
