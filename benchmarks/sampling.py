@@ -29,7 +29,7 @@ from .timing import wall_times
 PRECISIONS = {"float32": None, "bf16-amp": torch.bfloat16}
 #: Untimed batches before a long epoch, in which steps are recorded.
 _WARM_UP = 64
-#: Number of sets of seeds, which are drawn before sampling is timed and reused in a cycle.
+#: Number of sets of random seeds. They are made before sampling is timed, and reused in a cycle.
 _SEEDS = 32
 
 

@@ -524,8 +524,8 @@ class Prefetch:
     def _drawn(self) -> Batch:
         if self.stream is None:
             return self.draw()
-        # The memory of the previous batch belongs to this stream. It is free after the training step on that
-        # batch.
+        # The new batch may get the memory of the batch before the current one, which was made on this stream
+        # too. So it waits for the training step on that batch.
         before, self.trained = self.trained, torch.cuda.current_stream().record_event()
         self.stream.wait_event(before)
         with torch.cuda.stream(self.stream):

@@ -82,7 +82,7 @@ _ELSEWHERE = (
 nitpicky = True
 _INTERNAL = (
     r"fastsparse_core\.([\w.]+\._\w+|formats\..*|gpu\.GpuProfile|sampling\.(relations\.Graph|part\.Layout)"
-    r"|distributed\.exchange\.HaloExchange|call_report\.Times|tiling\.(NeighbourSum|TiledModel))"
+    r"|distributed\.exchange\.(HaloExchange|ColumnExchange)|call_report\.Times|tiling\.(NeighbourSum|TiledModel))"
 )
 nitpick_ignore_regex = [(r"py:.*", rf"(?!fastsparse_).*|{_INTERNAL}")]
 

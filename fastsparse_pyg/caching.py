@@ -77,7 +77,10 @@ def lookup(
 
 
 def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) -> Adjacency:
-    """The structure of an edge list, reused if the last one of this size had the same content.
+    """The structure of an edge list, for layers that make a new edge list in every call.
+
+    From the fourth edge list of a shape on, the structure of the previous one is reused if both have the same
+    content.
 
     Args:
         edges: an edge list that is not in the cache.

@@ -143,8 +143,10 @@ def as_drop_in(layer: Module) -> Module:
 
 
 def kernel_of(layer: Any) -> str:
-    """Name of the kernel that computes an accelerated layer, as the report shows it."""
-    return layer._shown() if isinstance(layer, (AnyLayer, ByHand)) else layer._kernel
+    """Name of the kernel that computes an accelerated layer, or why PyG does, as the report shows it."""
+    if isinstance(layer, (AnyLayer, ByHand)):
+        return layer._shown()
+    return f"PyG: {layer._overridden}() is overridden" if layer._overridden else layer._kernel
 
 
 def is_graph_layer(module: Module) -> bool:

@@ -417,7 +417,9 @@ class AnyLayer(MessagePassing):
             return f"{where}: segment {how}"
         reason = self._why_no_reduction()
         return f"{where}: " + (
-            f"PyG reduces, {reason.message}" if reason else "its own aggregate() on segments"
+            f"PyG reduces, {reason.message}"
+            if reason
+            else f"{self._original.__name__}'s aggregate(), with segment reductions"
         )
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:

@@ -35,8 +35,8 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
     From "Residual Gated Graph ConvNets" (https://arxiv.org/abs/1711.07553). Arguments, parameters,
     ``state_dict`` and results are the same as PyG's. One operator (:func:`fastsparse_core.gated_aggregate`)
     computes gates, messages and sum, and stores nothing per edge. With ``edge_dim`` up to 32, the linear maps
-    are split into parts for nodes and for edges, so no row per edge is stored. Kernels support the sigmoid as
-    ``act``. For other functions, PyG's own code runs on the same parameters.
+    are split into parts for nodes and for edges, so no row per edge is stored. PyG's own code
+    runs on the same parameters if ``edge_dim`` is larger, or if ``act`` is not the sigmoid.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

@@ -58,7 +58,7 @@ __device__ __forceinline__ void scatter_over_lanes(A (&v)[kCount]) {
   if constexpr (kLanes > 2) scatter_over_lanes<kLanes / 2>(v);
 }
 
-// Adds the lanes' parts of four raw features of some edges and writes the sums.
+// Sums the lanes' parts of the gradients of four raw features, for kCount edges, and writes the sums.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_features(const EdgeMessageBackwardArgs& args,
                                                const MessageLane<T>& lane, std::int64_t first,
@@ -220,8 +220,8 @@ constexpr int kWeightBlocks = sizeof(Acc<T>) == 8 ? 1
                               : kGated            ? 3
                                                   : 4;
 
-// Sums dW, and in every second block of the grid's last dimension dU, over every groups-th slice. The next
-// slice and the next entries are read ahead, because slice, entry and edge are a chain of dependent loads.
+// A group of lanes sums dW over every args.groups-th slice. For gates, blocks with odd blockIdx.z sum dU
+// instead. The next slice and its entries are loaded ahead: slice, entry and edge are dependent loads.
 template <typename T, bool kGated>
 __global__ void __launch_bounds__(kMessageThreads, kWeightBlocks<T, kGated>)
     edge_messages_weight_kernel(const __grid_constant__ EdgeMessageBackwardArgs args, int lanes) {

@@ -18,8 +18,8 @@ class Reason(NamedTuple):
 
     Attributes:
         message: why the kernels do not run.
-        cure: what the user can do about it. It is "", and there is no warning, if the user asked for the
-            framework's implementation, or if that is faster for this call.
+        cure: what the user can do about it. "": there is no warning, because the user chose the framework's
+            implementation, or because it is faster for this call.
         faster: name of the framework if its implementation is faster for this call, else "".
     """
 

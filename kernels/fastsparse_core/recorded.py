@@ -65,8 +65,8 @@ class StepRun:
         greatest = self._greatest_of(index)
         if greatest is not None and size <= greatest:
             raise RuntimeError(
-                f"a tensor of {size} rows is indexed by a batch's nodes or edges, but has no row for the "
-                "padding. Put it into the batch, or use readouts of PyG or DGL"
+                f"capture pads batches, so nodes or edges have numbers of up to {greatest}, which index a "
+                f"tensor of {size} rows. Put the tensor into the batch, or use PyG's or DGL's pooling"
             )
 
     def structure(self, key: object, options: Hashable, build: Callable[[], Any]) -> Any:

@@ -46,7 +46,7 @@ class NeighbourSum(NamedTuple):
         reads_own: whether the layer reads a node's own features after the sum.
         part: the :class:`fastsparse_core.distributed.PartitionedAdjacency` whose rows ``adj`` has; None:
             there is one process.
-        by_columns: its exchange of features.
+        exchange: how its processes exchange features of the columns.
     """
 
     adj: Adjacency
@@ -55,7 +55,7 @@ class NeighbourSum(NamedTuple):
     loop: Tensor | None = None
     reads_own: bool = True
     part: Any = None
-    by_columns: Any = None
+    exchange: Any = None
 
     def of_this_process(self, like: Tensor) -> NeighbourSum:
         """The sum with this rank's rows if the structure is partitioned; ``like``: features. Collective."""
@@ -63,40 +63,40 @@ class NeighbourSum(NamedTuple):
         if not part.is_partitioned:
             return self
         scale_src = None if self.scale_src is None else part.scales(self.scale_src, like)[1]
-        return self._replace(adj=part.rows, scale_src=scale_src, part=part, by_columns=part.by_columns)
+        return self._replace(adj=part.rows, scale_src=scale_src, part=part, exchange=part.column_exchange)
 
     def reader(self, x: Tensor, tile_rows: int) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-        """What returns the sums and own features of the rows from one to another. Collective."""
+        """Returns a function of (begin, end), which returns these rows' sums and own features. Collective."""
         if self.part is None:
             return lambda begin, end: (self.tile(x, begin, end), x[begin:end])
         sums = self.of_all_rows(x, tile_rows)
         return lambda begin, end: (sums[begin:end], x[begin:end])
 
     def of_all_rows(self, x: Tensor, tile_rows: int) -> Tensor:
-        """The sums of all rows of a divided structure. Collective."""
+        """Computes the sums of all rows of a divided structure. Collective."""
         out = x.new_empty(self.adj.num_dst, x.size(1))
-        for columns, sources in self.by_columns.sources(x):
-            for begin, end in _tiles(out.size(0), tile_rows * x.size(1) // max(sources.size(1), 1)):
+        for columns, sources in self.exchange.sources(x):
+            for begin, end in _tiles(out.size(0), tile_rows, x.size(1), sources.size(1)):
                 out[begin:end, columns] = self.tile(sources, begin, end)
         return out
 
     def to_owners(self, of_sums: Tensor, tile_rows: int) -> Tensor:
-        """Gradients of the own nodes' features, of those of the sums. Collective.
+        """Computes the gradients of the own nodes' features. Collective.
 
         Args:
-            of_sums: (num_dst, width).
-            tile_rows: rows of a tile of all columns; tiles of some columns have more.
+            of_sums: gradients of the sums, (num_dst, width).
+            tile_rows: number of rows of a tile with all columns.
         """
         back = self.transposed()
 
         def of_sources(columns: slice) -> Tensor:
             given = of_sums[:, columns]
             total = of_sums.new_empty(back.adj.num_dst, given.size(1))
-            for begin, end in _tiles(total.size(0), tile_rows * of_sums.size(1) // max(given.size(1), 1)):
+            for begin, end in _tiles(total.size(0), tile_rows, of_sums.size(1), given.size(1)):
                 total[begin:end] = back.tile(given, begin, end)
             return total
 
-        grad: Tensor = self.by_columns.to_owners(of_sums, of_sources)
+        grad: Tensor = self.exchange.to_owners(of_sums, of_sources)
         return grad
 
     def tile(self, x: Tensor, begin: int, end: int) -> Tensor:
@@ -126,15 +126,15 @@ class NeighbourSum(NamedTuple):
 
     def of_rows(self, rows: Tensor) -> NeighbourSum:
         """The same for some of the rows, int64 (num_rows,), without loops."""
-        adj, scale_src, by_columns = self.adj, self.scale_src, None
+        adj, scale_src, exchange = self.adj, self.scale_src, None
         rowptr, col = select_rows(adj.rowptr, adj.col, rows)
         scale_dst = None if self.scale_dst is None else self.scale_dst[rows]
         num_src = adj.num_src
         if self.part is not None:
-            col, kept, by_columns = self.part.only(col)
+            col, kept, exchange = self.part.needed_sources(col)
             num_src, scale_src = kept.numel(), None if scale_src is None else scale_src[kept]
         some = Adjacency(rowptr, col, (rows.numel(), num_src))
-        return NeighbourSum(some, scale_dst, scale_src, part=self.part, by_columns=by_columns)
+        return NeighbourSum(some, scale_dst, scale_src, part=self.part, exchange=exchange)
 
 
 def is_free_of_loops(part: Any) -> bool:
@@ -827,8 +827,16 @@ class _HostTiles:
             return self.stream.record_event()
 
 
-def _tiles(num_rows: int, tile_rows: int) -> Iterator[tuple[int, int]]:
-    """Yields begin and end of every tile."""
+def _tiles(num_rows: int, tile_rows: int, width: int = 1, columns: int = 1) -> Iterator[tuple[int, int]]:
+    """Yields begin and end of every tile. Tiles with some of the columns have more rows.
+
+    Args:
+        num_rows: number of rows.
+        tile_rows: number of rows of a tile with all columns.
+        width: number of all columns.
+        columns: number of columns of the tiles.
+    """
+    tile_rows = max(tile_rows * width // max(columns, 1), 1)
     for begin in range(0, num_rows, tile_rows):
         yield begin, min(begin + tile_rows, num_rows)
 

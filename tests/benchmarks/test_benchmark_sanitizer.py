@@ -21,7 +21,8 @@ from fastsparse_core.fused.aggregate_linear_launch import gathers_neighbours
 #: The part whose kernels run only on Hopper GPUs.
 HOPPER = "aggregate-linear"
 
-#: Replaces compute-sanitizer: it runs nothing, and prints or does what the name of the part says.
+#: A script in place of compute-sanitizer, which runs no kernel. The part chooses the case: no error or a race
+#: (spmm-float32), another GPU is needed (aggregate-linear), an exception (spmm-float16), no end (structures).
 STAND_IN = """#!{python}
 import sys, time
 print("Version 1.2.3.4") if "--version" in sys.argv else None

@@ -9,8 +9,8 @@ from frames import frames_of_step
 from hook_cases import enabled
 
 #: Limits of a warm step on the CPU: number of Python frames, and of files that they belong to.
-ASKED = (45, 12)
-#: Measured numbers of single layers. Lower one when its layer needs less.
+LIMIT = (45, 12)
+#: Limits of layers that need more, as measured. Lower an entry when its layer needs less.
 MOST: dict[str, tuple[int, int]] = {
     "EGATConv()-3": (91, 21),
 }
@@ -32,7 +32,7 @@ def step_frames(case: Case, *, which: int = 1) -> tuple[int, int]:
 @each_case(CASES)
 def test_frames_of_a_warm_step(case: Case) -> None:
     frames, files = step_frames(case)
-    most = MOST.get(case.id, ASKED)
+    most = MOST.get(case.id, LIMIT)
     assert frames <= most[0], (frames, files)
     assert files <= most[1], (frames, files)
 

@@ -416,6 +416,15 @@ def test_what_stays(name: str) -> None:
     assert type(layer) is before
 
 
+def test_the_report_says_that_a_drop_in_runs_the_code_of_pyg() -> None:
+    class OwnMessage(fastsparse_pyg.FastGCNConv):
+        def message(self, x_j, edge_weight):
+            return 2 * x_j
+
+    (row,) = accelerate(nn.Sequential(OwnMessage(6, 4)), show=False).rows
+    assert (row.reason, row.kernel) == ("is a drop-in already", "PyG: message() is overridden")
+
+
 def test_aggregations_with_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     edge_index, x = graph_and_features()
     for aggr in ("sum", "add", "mean", "max", "min"):

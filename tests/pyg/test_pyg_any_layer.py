@@ -1053,7 +1053,7 @@ def test_hooks_added_later(reasons: pytest.LogCaptureFixture) -> None:
     before = plain(layer, it)
     handle = layer.register_message_forward_hook(lambda module, inputs, out: 3 * out)
     close(plain(layer, it), 3 * before, 1e-10)
-    (record,) = reasons.records  # no warning, because the user asked for the hook
+    (record,) = reasons.records  # no warning, because the user registered the hook
     assert record.levelname == "INFO"
     assert record.message.endswith("falls back to PyG's implementation: a hook on message passing")
     handle.remove()

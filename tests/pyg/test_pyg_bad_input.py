@@ -285,3 +285,11 @@ def test_edge_types_that_are_no_integers(layer, edge_type, got):
     edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
     with pytest.raises(ValueError, match=f"edge_type: expected one integer per edge.*{got}"):
         layer(3, 2, 2)(torch.randn(4, 3), edge_index, edge_type)
+
+
+@pytest.mark.parametrize("kind", [fastsparse_pyg.FastGATv2Conv, fastsparse_pyg.FastTransformerConv])
+def test_edge_features_of_the_wrong_width(kind, device):
+    layer = kind(6, 4, edge_dim=5).to(device)
+    x, edge_index = torch.randn(9, 6, device=device), torch.randint(9, (2, 30), device=device)
+    with pytest.raises(ValueError, match="edge_attr: expected 5 columns .* got 4"):
+        layer(x, edge_index, torch.randn(30, 4, device=device))

@@ -277,7 +277,7 @@ def test_few_edges_and_wrong_edges_run_the_module_itself(served: list[bool]) -> 
                 module(edge_index=wrong, **given)
             with pytest.raises(expected.type) as got:
                 fast(edge_index=wrong, **given)
-            # Of several wrong indices, either end of an edge may be found first.
+            # Several indices are wrong, and the error names the end of an edge that is checked first.
             one, other = (re.sub(r"^index \d+", "index", str(each.value)) for each in (got, expected))
             assert one == other
     assert not any(served)

@@ -42,7 +42,7 @@ def test_explain_mode(layers, reasons):
     assert not torch.allclose(explained, plain)
     close(layer(x, edge_index), explained)
     assert "explain mode" in reasons.text
-    assert {record.levelname for record in reasons.records} == {"INFO"}  # INFO, because the user asked for it
+    assert {record.levelname for record in reasons.records} == {"INFO"}  # INFO, because the user chose it
     for module in (reference, layer):
         clear_masks(module)
     close(layer(x, edge_index), plain, 2e-5)
@@ -109,7 +109,7 @@ def test_hooks_run(layers, reasons, name):
     close(layer(x, edge_index), reference(x, edge_index), 2e-5)
     assert called == [layer, layer]
     assert reasons.text.count("hook") == 1
-    assert {record.levelname for record in reasons.records} == {"INFO"}  # INFO, because the user asked for it
+    assert {record.levelname for record in reasons.records} == {"INFO"}  # INFO, because the user chose it
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")

@@ -65,8 +65,8 @@ CASES: dict[str, Layer] = {
     ),
 }
 #: Limits of a warm step on the CPU: number of Python frames, and of files that they belong to.
-ASKED = (45, 12)
-#: Measured numbers of single layers. Lower one when its layer needs less.
+LIMIT = (45, 12)
+#: Limits of layers that need more, as measured. Lower an entry when its layer needs less.
 MOST: dict[str, tuple[int, int]] = {
     "RGATConv": (72, 24),
     "HGTConv": (45, 15),
@@ -85,7 +85,7 @@ def test_frames_of_a_warm_step(name: str) -> None:
     layer = case.make(16)
     assert accelerate(layer, show=False).swapped
     frames, files = frames_of_step(lambda: case.call(layer, it))
-    most = MOST.get(name, ASKED)
+    most = MOST.get(name, LIMIT)
     assert frames <= most[0], (frames, files)
     assert files <= most[1], (frames, files)
 

@@ -134,8 +134,8 @@ def _check_capacity(mode: MaskedFunctions, x: Any, dim: Any, index: Any) -> None
     greatest = mode.greatest_of(index) if isinstance(dim, int) else None
     if greatest is not None and x.dim() and x.size(dim) <= greatest:
         raise RuntimeError(
-            f"a tensor of shape {tuple(x.shape)} is indexed by a batch's nodes or edges, but has no row for "
-            "the padding. Put it into the batch, or use readouts of PyG or DGL"
+            f"capture pads batches, so nodes or edges have numbers of up to {greatest}, which index a tensor "
+            f"of shape {tuple(x.shape)}. Put the tensor into the batch, or use PyG's or DGL's pooling"
         )
 
 

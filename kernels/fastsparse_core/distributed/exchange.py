@@ -270,7 +270,7 @@ class ColumnExchange:
         self.num_sources = exchange.num_local + exchange.num_halo
 
     def sources(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Features of the own nodes, then of the halo, while the next columns are exchanged.
+        """Yields features of the own nodes, then of the halo. The next columns are exchanged meanwhile.
 
         Args:
             x: floating (local nodes, F).
@@ -288,12 +288,12 @@ class ColumnExchange:
             del sources, transfer
 
     def to_owners(self, like: Tensor, gradients: Callable[[slice], Tensor]) -> Tensor:
-        """Gradients of the own nodes' features, of those of all sources.
+        """Sums the gradients of each node's features on the rank that owns the node.
 
         Args:
             like: (any number of rows, F), with the dtype of the features.
-            gradients: returns those of some columns, (num_sources, columns), while those of the columns
-                before are sent.
+            gradients: computes the gradients of all sources' features in some columns,
+                (num_sources, columns). The gradients of the previous columns are sent meanwhile.
 
         Returns:
             (local nodes, F).

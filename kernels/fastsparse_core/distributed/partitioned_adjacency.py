@@ -406,19 +406,19 @@ class PartitionedAdjacency(Adjacency):
         )
 
     @property
-    def by_columns(self) -> Any:
-        """Exchanges features some columns at a time."""
+    def column_exchange(self) -> ColumnExchange:
+        """Exchanges the features of the halo, some columns at a time."""
         return ColumnExchange(self.exchange)
 
-    def only(self, col: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Columns of some rows of ``rows``, with the halo that they need. Collective.
+    def needed_sources(self, col: Tensor) -> tuple[Tensor, Tensor, ColumnExchange]:
+        """Restricts the halo to the nodes that some edges read. Collective.
 
         Args:
-            col: ``(num_edges,)`` int32, columns of ``rows``.
+            col: int32 (num_edges,), the columns of these edges in ``rows``.
 
         Returns:
-            The same columns, numbered among the own nodes and the halo's nodes that are needed; int64, the
-            columns of ``rows`` that these are; the exchange of their features.
+            ``col`` renumbered: own nodes first, then the needed nodes of the halo; the column in ``rows`` of
+            each of these nodes, int64; the exchange of their features.
         """
         own, every = self.num_dst, self.exchange
         is_needed = torch.zeros(every.num_halo, dtype=torch.bool, device=col.device)

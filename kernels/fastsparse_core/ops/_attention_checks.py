@@ -141,7 +141,13 @@ def check_edges(
     edge_attr = edge_attr[:, None] if edge_attr.dim() == 1 else edge_attr
     if edge_attr.dim() != 2 or edge_attr.size(0) != adj.num_values:
         raise ValueError(f"edge_attr: expected shape ({adj.num_values}, A), got {tuple(edge_attr.shape)}")
-    expected = (x[0].numel() if x.size(0) else x.flatten(1).size(1), edge_attr.size(1))
+    width = x[0].numel() if x.size(0) else x.flatten(1).size(1)
+    if edge_weight.dim() == 2 and edge_weight.size(0) == width and edge_weight.size(1) != edge_attr.size(1):
+        raise ValueError(
+            f"edge_attr: expected {edge_weight.size(1)} columns like edge_weight (edge_dim of a layer), "
+            f"got {edge_attr.size(1)}"
+        )
+    expected = (width, edge_attr.size(1))
     if tuple(edge_weight.shape) != expected:
         raise ValueError(
             f"edge_weight: expected shape {expected}, (heads * D, A), got {tuple(edge_weight.shape)}"

@@ -185,8 +185,8 @@ def gated_edges(
 
     Returns:
         :math:`\mathbf{y}` and :math:`\mathbf{n}`, (num_dst, F), and :math:`\mathbf{z}`, (num_values, F), 0
-        for edges that self loops replaced. Accumulated in float32 or wider, deterministic. Differentiable
-        twice in all tensors.
+        for edges (i, i) that were replaced when ``adj`` was built with self loops. Accumulated in float32 or
+        wider, deterministic. Differentiable twice in all tensors.
 
     Raises:
         TypeError: dtypes are not supported or differ.

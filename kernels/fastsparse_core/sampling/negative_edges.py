@@ -29,8 +29,8 @@ def negative_edges(
     Args:
         adj: the edges to avoid.
         count: number of pairs; not together with `dst`.
-        dst: destinations, int64 (count,). One pair is drawn for each destination, for example for the
-            positive pairs of a BPR loss. On a GPU, the range of the destinations is not checked.
+        dst: destinations, int64 (count,). Each gets one pair, for example one for each positive pair of a
+            BPR loss. On a GPU, the range of the destinations is not checked.
         self_loops: whether pairs (i, i) may be drawn. By default only if ``adj.num_dst != adj.num_src``: then
             sources and destinations are different nodes.
         generator: generator of random numbers, on the structure's device.

@@ -23,7 +23,10 @@ class BuiltOnce:
 
     @property
     def lock(self) -> ForkSafeLock:
-        """Lock that is held while a result is built. To avoid deadlocks, take the lock of `_built` first."""
+        """Lock that is held while a result is built.
+
+        An Adjacency has several of these locks. To avoid deadlocks, take that of its `_built` first.
+        """
         # `setdefault` is atomic: if several threads come at once, all get the lock of the first.
         lock: ForkSafeLock = self._lock or self.__dict__.setdefault("_lock", ForkSafeLock())
         return lock

@@ -20,8 +20,8 @@ from fastsparse_core.structure.build_once import built_results
 from fastsparse_core.structure.construction import check_shape, rows_of_pointers
 from fastsparse_core.structure.storage import send_copies
 
-#: Bit lengths of the numbers of rows and segments, for indices on a GPU that were not ascending. An index of
-#: such sizes is sorted before anything is read from the device, until one is ascending.
+#: Bit lengths of (number of rows, number of segments) of indices on a GPU that were not ascending. The next
+#: index of such a size is sorted without waiting for the check of its order; an ascending one ends this.
 _unsorted: set[tuple[int, int]] = set()
 
 

@@ -338,8 +338,8 @@ __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std:
       }
       mma_m16n8k8_tf32(sum[0], a, b[0], b[1]);
       mma_m16n8k8_tf32(sum[1], a, b[2], b[3]);
-      // Tensor cores truncate their sums. So every 16 features, the sums of the first terms are added to sums
-      // that round to nearest.
+      // Tensor cores truncate when they accumulate. So after every 16 features, the products of the high TF32
+      // parts are added to `score` in float32, which rounds to nearest.
       if (step % 4 == 2) {
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
@@ -614,9 +614,9 @@ class Entries {
     return load_shared_byte(at) | load_shared_byte(at + 1) << 8 | load_shared_byte(at + 2) << 16;
   }
   // Random bits of dropout for `factor`, for heads first_head and following. With several heads in 16-bit
-  // formats, bit h * kOwned + i is set if entry i is kept. They are drawn in a loop that runs only as often
-  // as a thread of the warp has entries, because unrolled they take a fifth of a kernel's time. With one
-  // head, and in float32, the loop would spill registers.
+  // formats, bit h * kOwned + i is set if entry i is kept. A loop makes them. It runs only as often as a
+  // thread of the warp has entries, because unrolled, it takes a fifth of a kernel's time. With one head, and
+  // in float32, the loop would spill registers.
   template <bool kTransposed>
   __device__ __forceinline__ std::uint32_t draw(const Dropout& dropout, const WindowRow& window_row,
                                                 std::int64_t window, std::int64_t first_head) const {
