@@ -24,7 +24,7 @@ from fastsparse_pyg.nn.message_pattern import Pattern
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
 #: Largest number of elements that are gathered for both ends at once. The gradients of both halves are copied
-#: into one tensor. For 32 MB, an H100 should need about as long as for the launches that this saves.
+#: into one tensor. At 3 TB/s, copying 32 MB takes about 20 us, as long as the three launches that this saves.
 _MOST_JOINED = 1 << 23
 #: Returned in place of a result if the messages' weights are not one per edge or head.
 NO_COPIES = "no copies"

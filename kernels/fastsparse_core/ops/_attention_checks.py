@@ -10,7 +10,7 @@ from torch import Tensor
 from fastsparse_core import recorded
 from fastsparse_core.ops._attention_launch import default_scale
 from fastsparse_core.ops._autocast import autocast
-from fastsparse_core.ops._checks import check_features
+from fastsparse_core.ops._checks import check_edge_map, check_features
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.structure.adjacency import Adjacency
@@ -141,17 +141,8 @@ def check_edges(
     edge_attr = edge_attr[:, None] if edge_attr.dim() == 1 else edge_attr
     if edge_attr.dim() != 2 or edge_attr.size(0) != adj.num_values:
         raise ValueError(f"edge_attr: expected shape ({adj.num_values}, A), got {tuple(edge_attr.shape)}")
-    width = x[0].numel() if x.size(0) else x.flatten(1).size(1)
-    if edge_weight.dim() == 2 and edge_weight.size(0) == width and edge_weight.size(1) != edge_attr.size(1):
-        raise ValueError(
-            f"edge_attr: expected {edge_weight.size(1)} columns like edge_weight (edge_dim of a layer), "
-            f"got {edge_attr.size(1)}"
-        )
-    expected = (width, edge_attr.size(1))
-    if tuple(edge_weight.shape) != expected:
-        raise ValueError(
-            f"edge_weight: expected shape {expected}, (heads * D, A), got {tuple(edge_weight.shape)}"
-        )
+    width = x[0].numel() if x.size(0) else x.flatten(1).size(1)  # heads * D
+    check_edge_map("edge_weight", edge_weight, width, edge_attr)
     return edge_attr.to(x.dtype), edge_weight.to(x.dtype)
 
 

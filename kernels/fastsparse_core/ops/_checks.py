@@ -50,6 +50,16 @@ def check_features(name: str, x: Tensor, rows: int, rows_name: str, adj: Adjacen
         )
 
 
+def check_edge_map(name: str, weight: Tensor, width: int, edge_attr: Tensor) -> None:
+    """Raises an error unless ``weight`` maps edge features, (E, A), to ``width`` features."""
+    expected = (width, edge_attr.size(1))
+    if tuple(weight.shape) != expected:
+        raise ValueError(
+            f"{name}: expected shape {expected}, because edge_attr has {expected[1]} columns, got "
+            f"{tuple(weight.shape)}; in a layer, edge_dim must be the number of columns"
+        )
+
+
 def check_heads(heads: int, device: torch.device) -> None:
     """Raises an error if there are more heads than the grid of a CUDA kernel allows."""
     if device.type == "cuda" and heads > MOST_HEADS:

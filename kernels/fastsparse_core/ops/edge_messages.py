@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastsparse_core.log import warn_once
 from fastsparse_core.ops import _edge_messages_fused as formulas
-from fastsparse_core.ops._checks import check_features, check_structure, is_partitioned
+from fastsparse_core.ops._checks import check_edge_map, check_features, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
@@ -292,7 +292,5 @@ def _map(name: str, weight: Tensor | None, edge: Tensor, like: Tensor) -> Tensor
     if weight is None:
         return None
     _check_tensor(name, weight, like)
-    expected = (like.size(1), edge.size(1))
-    if tuple(weight.shape) != expected:
-        raise ValueError(f"{name}: expected shape {expected}, got {tuple(weight.shape)}")
+    check_edge_map(name, weight, like.size(1), edge)
     return written_out(weight)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastsparse_core.log import warn_once
 from fastsparse_core.ops import _multi_aggregate_fused as kernels
 from fastsparse_core.ops._autocast import autocast
-from fastsparse_core.ops._checks import check_features, check_structure, is_partitioned
+from fastsparse_core.ops._checks import check_edge_map, check_features, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import cast
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -136,7 +136,4 @@ def _check_edges(adj: Adjacency, width: int, edge_attr: Tensor | None, edge_weig
         )
     if edge_weight is not None:
         check_features("edge_weight", edge_weight, width, "F", adj)
-        if edge_weight.shape != (width, edge_attr.size(1)):
-            raise ValueError(
-                f"edge_weight: expected shape ({width}, {edge_attr.size(1)}), got {tuple(edge_weight.shape)}"
-            )
+        check_edge_map("edge_weight", edge_weight, width, edge_attr)
