@@ -146,6 +146,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    gc.freeze()  # the compiler keeps 600,000 objects, which each later collection would visit, for a second
 
 
 @pytest.fixture

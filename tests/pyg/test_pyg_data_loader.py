@@ -675,7 +675,7 @@ def test_memory_stays_flat(name):
 
     counts = []
     for _ in range(4):
-        for _ in range(50):
+        for _ in range(15):
             epoch()
         gc.collect()
         counts.append(len(gc.get_objects()))
