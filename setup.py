@@ -12,7 +12,7 @@ What can be set from outside:
 - ``FASTSPARSE_PROGRESS``: a file that the lines about the build go to as well, for pip hides what is printed.
 - ``FASTSPARSE_LINKER``: what links, if not the C++ compiler: one that can aim at an older glibc than the
   machine's, as ``.ci/wheel`` does. ``LDFLAGS`` then names the libraries of C++.
-- ``FASTSPARSE_CPP=1``: builds the library for C++ programs as well, ``libfastsparse_cpp.so`` beside the
+- ``FASTSPARSE_CPP=1``: builds the library for C++ programs as well, ``libfastsparse_cpp.so``, next to the
   extension. That needs an installed PyTorch, 2.10 or newer, and ``pip install --no-build-isolation``.
 - ``CUDA_HOME``, ``CXX``, ``CXXFLAGS``, ``LDFLAGS``, ``NVCC_APPEND_FLAGS``, ``MAX_JOBS``: as everywhere.
 """
@@ -313,7 +313,7 @@ def find_cuda(env: Mapping[str, str]) -> Cuda | str:
     machine_code, ptx = choose_archs(requested, visible, supported)
     if not machine_code:
         gpus = f"the GPUs here are too old ({', '.join(visible)})" if visible else "no GPU here"
-        return f"{gpus}; FASTSPARSE_CUDA_ARCHS names architectures to build for all the same, as 90 or all"
+        return f"{gpus}; to build anyway, set FASTSPARSE_CUDA_ARCHS to 90 or all, for example"
     return Cuda(nvcc, version, include_dirs, static_runtime, machine_code, ptx)
 
 
@@ -385,7 +385,7 @@ class Job:
             The seconds it took.
 
         Raises:
-            CompileError: The compiler failed; the message has its output.
+            CompileError: The compiler failed; the message contains its output.
         """
         unfinished = target.with_suffix(f".{os.getpid()}.o")
         search = [flag for folder in self.include_dirs for flag in ("-isystem", folder)]
@@ -499,8 +499,8 @@ def openmp_flags(cxx: Sequence[str]) -> list[str]:
 
 def host_command(cxx: Sequence[str]) -> list[str]:
     """Returns the C++ compiler with what all files have in common."""
-    # No -march: the CPU kernels exist for AVX2 and for every machine and choose at run time. Nobody reads
-    # errno or the flags of floating point: loops that choose between results become vectors then.
+    # No -march: the CPU kernels exist for AVX2 and for every machine and choose at run time. No code
+    # reads errno or the floating-point flags, so the options below let compilers vectorise branches.
     host = [*cxx, "-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", *COMMON]
     return [*host, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *openmp_flags(cxx)]
 
@@ -587,23 +587,32 @@ def link(
     env: Mapping[str, str],
     torch: Path | None = None,
 ) -> None:
-    """Links the objects to the extension module, or to a library beside PyTorch's, whose folder is ``torch``.
+    """Links the objects to the extension module, or to the library for C++ programs.
+
+    Args:
+        cxx: The C++ compiler.
+        objects: Compiled files.
+        cuda: The CUDA toolkit, or None without CUDA.
+        target: The file to write.
+        env: Environment variables.
+        torch: Folder of PyTorch, which the library for C++ programs links to; None for the extension module.
 
     Raises:
-        CompileError: The linker failed; the message has its output.
+        CompileError: The linker failed; the message contains its output.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     command = shlex.split(env.get("FASTSPARSE_LINKER", "")) or list(cxx)
     command += [*map(str, objects), "-o", str(target)]
     if "clang" in output_of(*cxx, "--version"):
         command += openmp_flags(cxx)
-    # GCC's OpenMP runtime is not linked: PyTorch brings one, under a name of its own, and has loaded it for
-    # all to see before the extension comes. One that is linked would be a second one in the process.
+    # GCC's OpenMP runtime is not linked. PyTorch ships its own copy under another name, and has loaded it
+    # with global symbols before the extension is imported. Linking would load a second runtime.
     with tempfile.TemporaryDirectory() as folder:
         if sys.platform == "darwin":
             command += ["-bundle", "-undefined", "dynamic_lookup"]
         else:
-            # Nothing but the entry: the static CUDA runtime's symbols shall not meet those of torch's own.
+            # Exports only the module's entry, so that symbols of the static CUDA runtime do not clash with
+            # PyTorch's.
             exports = Path(folder, "exports")
             exports.write_text("{ global: PyInit_*; local: *; };\n" if torch is None else "{ local: *; };\n")
             command += ["-shared", f"-Wl,--version-script={exports}", "-Wl,--as-needed"]
@@ -624,7 +633,7 @@ class BuildExt(build_ext):
     """Builds the extension with the functions above."""
 
     def copy_extensions_to_source(self) -> None:
-        """Copies what an editable installation needs beside the sources, the library included."""
+        """Copies the compiled files next to the sources, for an editable installation."""
         super().copy_extensions_to_source()
         library = Path(self.build_lib, "fastsparse_core", CPP_LIBRARY)
         if library.is_file():

@@ -38,7 +38,7 @@ def _measure(run: Run, row: Tensor, col: Tensor, nodes: int, prepared: bool) -> 
             _ = part.csr_structure
         return adj
 
-    cell = run.time(build, wall_time, least=3, most=20)
+    cell = run.time(build, wall_time, min_calls=3, max_calls=20)
     if row.is_cuda:
         release()
         before = torch.cuda.memory_allocated(row.device)

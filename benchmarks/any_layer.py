@@ -102,7 +102,7 @@ def cells(run: Run, case: tuple[str, str]) -> Iterator[Cell]:
 
 
 def time_in_turn(run: Run, cells: dict[str, Cell], steps: dict[str, Callable[[], Any]]) -> None:
-    """Times short steps again, in turn; the best round of each is kept in its cell."""
+    """Times short steps again, alternating; the best round of each is kept in its cell."""
     if not all(cell["status"] == "ok" and cell["median_ms"] < SHORT for cell in cells.values()):
         return
     for _ in range(ROUNDS):
@@ -143,7 +143,7 @@ def _measure(run: Run, layer: Layer, module: nn.Module, it: Inputs, expected: Te
     for _ in range(0 if is_slow else 3):  # so that the cache also handles edges that are new in every call
         step()
     peak = peak_bytes(step, run.device, above=True)
-    samples = {"warm_up": 1, "least": 1} if is_slow else {"warm_up": 2, "least": 3}
+    samples = {"warm_up": 1, "min_calls": 1} if is_slow else {"warm_up": 2, "min_calls": 3}
     return {"result": result, "error": error, "peak_bytes": peak, **run.time(step, step_time, **samples)}
 
 

@@ -31,8 +31,8 @@ def sample(
 ) -> tuple[list[Block], Tensor]:
     """Draws the seeds' neighbourhood, as DGL's NeighborSampler lays it out.
 
-    Every node draws anew in every hop, without replacement: of more neighbours than wanted, one from each of
-    as many equal parts of its list.
+    Every node draws again in every hop, without replacement. If it has more neighbours than wanted, its list
+    is divided into as many equal parts, and one neighbour is drawn from each part.
 
     Args:
         graph: where to draw.

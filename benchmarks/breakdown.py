@@ -55,7 +55,7 @@ def _measure(graph: suite.Graph, model: str, dtype: str, device: torch.device) -
     x, y = random_task(graph.num_nodes, device)
     make = partial(build, ours.layer, **ours.options)
     _, step, _ = make_steps(make, graph.edge_index(), x, y, dtype)
-    timing = step_time(step, device, budget_ms=100, warm_up=ours.warm_up, least=5)
+    timing = step_time(step, device, budget_ms=100, warm_up=ours.warm_up, min_calls=5)
     on_device = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]) as trace:
         for _ in range(STEPS):

@@ -84,7 +84,7 @@ def cells(run: Run, case: tuple[str, str, str]) -> Iterator[Job]:
 
 
 def draw(graph: str, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Features, edges and features of edges of the inputs, in turn."""
+    """Node features, edges and edge features of each input."""
     from .pna import draw_edges
 
     torch.manual_seed(0)

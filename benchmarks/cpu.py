@@ -19,7 +19,7 @@ from .timing import wall_times
 
 
 def cells(run: Run, name: str) -> Iterator[Cell]:
-    """All cells of one graph: the implementations are checked, then timed in turn."""
+    """All cells of one graph: the implementations are checked, then timed alternately."""
     options = run.options
     graph = suite.load(name, run.device)
     torch.manual_seed(0)
@@ -29,7 +29,7 @@ def cells(run: Run, name: str) -> Iterator[Cell]:
     reference = [tensor.double() for tensor in steps["PyG edge_index"]()]
     checks = {key: attempt(partial(_check, step, reference)) for key, step in steps.items()}
     sound = {key: step for key, step in steps.items() if checks[key]["status"] == "ok"}
-    timings = wall_times(sound, run.device, least=options.rounds, most=options.rounds)
+    timings = wall_times(sound, run.device, min_calls=options.rounds, max_calls=options.rounds)
     for implementation, check in checks.items():
         timing = timings[implementation].as_cell() if implementation in timings else {}
         facts = {**graph.facts(), "width": options.width, "implementation": implementation}

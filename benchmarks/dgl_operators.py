@@ -114,7 +114,7 @@ class Draws:
     Args:
         graph: of the suite.
         width: of node features.
-        device: where they lie.
+        device: of the features.
     """
 
     def __init__(self, graph: suite.Graph, width: int, device: torch.device) -> None:
@@ -205,7 +205,7 @@ def pyg_steps(graph: suite.Graph, draws: Draws) -> Iterator[tuple[str, Step]]:
 
 
 def _measure_all(run: Run, steps: dict[str, Step], name: str) -> dict[str, Cell]:
-    """Time and peak memory of an operator by implementation; on the CPU they are timed in turn."""
+    """Time and peak memory of an operator by implementation; on the CPU they are timed alternately."""
     cells: dict[str, Cell] = {}
     calls: dict[str, Call] = {}
     expected: list[Tensor] = []

@@ -56,7 +56,9 @@ def _measure(run: Run, adj: Adjacency, grouping: Method) -> Cell:
     del cell["num_edges"]
     if run.device.type != "cuda":
         return cell
-    cell |= run.time(convert, wall_time, least=3, most=50) | {"scratch_gb": _scratch_gb(convert, adj.device)}
+    cell |= run.time(convert, wall_time, min_calls=3, max_calls=50) | {
+        "scratch_gb": _scratch_gb(convert, adj.device)
+    }
     own = Adjacency.from_csr(adj.rowptr, adj.col, adj.shape, group_rows=grouping)
     for dtype in (torch.float16, torch.float32):
         x = torch.randn(adj.num_src, run.options.width, device=adj.device).to(dtype)

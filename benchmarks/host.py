@@ -45,7 +45,7 @@ def cells(run: Run, case: bool | str) -> Iterator[Cell]:
 
 
 def _steps(run: Run, needs_grad: bool) -> Iterator[Cell]:
-    """One layer of each kind, in turn."""
+    """Times one layer of each kind, alternating."""
     steps = {name: _Step(*layer, run.device, needs_grad) for name, layer in _layers(run.device).items()}
     for _ in range(run.options.rounds):
         for step in steps.values():
@@ -59,7 +59,7 @@ def _steps(run: Run, needs_grad: bool) -> Iterator[Cell]:
 
 
 def _stacks(run: Run, structure: str) -> Iterator[Cell]:
-    """Three layers of each kind, in turn."""
+    """Times three layers of each kind, alternating."""
     edges = suite.load(STACK, run.device).edge_index()
     x = torch.randn(int(edges.max()) + 1, STACK_WIDTH, device=run.device)
     linear = nn.Linear(STACK_WIDTH, STACK_WIDTH)

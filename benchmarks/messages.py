@@ -297,7 +297,7 @@ def cases(options: Any) -> list[Case]:
 
 
 def cells(run: Run, case: Case) -> Iterator[Job | Cell]:
-    """The cells of one case; short steps are timed again, in turn."""
+    """The cells of one case; short steps are timed again, alternating."""
     graph = draw_graph(case.graph, run.device)
     what = {
         "graph": case.graph,
@@ -422,7 +422,7 @@ def _measure(
     del found
     cell["peak_bytes"] = peak_bytes(step, run.device, above=True)
     budget_ms = run.options.budget_ms / (4 if run.options.quick else 1)
-    return {**cell, **step_time(step, run.device, budget_ms=budget_ms, warm_up=2, least=3).as_cell()}
+    return {**cell, **step_time(step, run.device, budget_ms=budget_ms, warm_up=2, min_calls=3).as_cell()}
 
 
 BENCHMARK = Benchmark(

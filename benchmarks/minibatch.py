@@ -219,7 +219,7 @@ def _models(width: int, depth: int, device: torch.device, precision: Precision) 
         "FastSAGEConv (PyG)": _pyg_model(FastSAGEConv, *shape, _adjacency),
         _ORIGINAL: _pyg_model(SAGEConv, *shape),
     }
-    if device.type == "cpu":  # DGL's wheel has no CUDA
+    if device.type == "cpu":  # DGL's wheel is built without CUDA
         try:
             dgl_nn = importlib.import_module("fastsparse_dgl.compat").dgl.nn
             fast = importlib.import_module("fastsparse_dgl")
@@ -303,7 +303,7 @@ def _results(model: Model, batch: Batch) -> list[Tensor]:
 def _alternating(
     models: dict[str, Model], batches: Sequence[Batch], rounds: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Milliseconds of every step, all models in turn on every batch; one round more, first, to warm up."""
+    """Milliseconds of every step, all models on every batch, alternating, after one round to warm up."""
     times: dict[str, list[float]] = {key: [] for key in models}
     for turn in range(rounds + 1):
         for batch in batches:

@@ -351,7 +351,7 @@ def _grouped_bars(
     *,
     is_speed: bool = True,
 ) -> Path:
-    """A plot of bars beside each other for every graph; speeds have a line at 1, times a logarithmic axis."""
+    """A plot of grouped bars for every graph; speeds have a line at 1, times a logarithmic axis."""
     figure, (axes,) = _panels(1, 4.5)
     _bars(axes, bars, graphs, "x" if is_speed else "")
     if is_speed:
@@ -399,7 +399,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Path]:
-    """Draws all stored results; the plots lie beside their records."""
+    """Draws all stored results; the plots are written next to their records."""
     written = []
     for path in tables.stored(options.results):
         result = record.load(path)

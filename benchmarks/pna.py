@@ -2,7 +2,7 @@
 
 Four aggregators (mean, min, max, std) and three scalers (identity, amplification, attenuation), one tower,
 with and without features of edges, all gradients. One large graph whose structure is kept, and batches of 512
-molecules of about 25 atoms, of which every step sees a new one: its structure is built in the step.
+molecules of about 25 atoms. Every step gets a new batch, so it also builds the batch's structure.
 """
 
 from __future__ import annotations

@@ -541,7 +541,7 @@ def pna_molecules(kit: Kit) -> Epoch:
 
 
 class GPS(nn.Module):
-    """Three of PyG's GPSConv: GINE beside attention among all atoms of a molecule."""
+    """Three of PyG's GPSConv: GINE, plus attention among all atoms of a molecule."""
 
     def __init__(self, layers: Any, width: int) -> None:
         super().__init__()

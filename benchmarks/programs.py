@@ -5,10 +5,10 @@
   import; our loader, too; captured steps, too; the framework's program as it is, under `enable()` of both
   plugins, as `fastsparse run` does it. The first epochs, in which steps are recorded, are not timed. One
   read from the device per epoch gives the loss and the validation metric.
-- forms: a step in every form of `step_forms`, plain and captured, calls of both in turn. Needs a GPU.
+- forms: a step in every form of `step_forms`, plain and captured, with alternating calls. Needs a GPU.
 
-pip's DGL knows no CUDA. On a GPU the baseline of its programs is PyG's program of the same model and data,
-and DGL's own runs on the CPU. If pyg-lib is not installed, PyG's layers run with FastSparse's neighbour
+pip's DGL is built without CUDA. On a GPU the baseline of its programs is PyG's program of the same model and
+data, and DGL's own runs on the CPU. If pyg-lib is not installed, PyG's layers run with FastSparse's neighbour
 loader.
 """
 
@@ -121,7 +121,7 @@ def _program(run: Run, name: str) -> Iterator[Cell]:
 
 
 def _attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Like `attempt`, but for errors of any kind, so that the other programs still run."""
+    """Like `attempt`, for errors of any kind, so that the other programs still run."""
     try:
         return attempt(measure)
     except Exception as error:

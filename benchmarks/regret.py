@@ -2,7 +2,7 @@
 
 The grid: graphs, a sampled block and pruned weight matrices; widths; dtypes; the first product of a new
 structure, its construction included, and products of a prepared one. The algorithms are those that
-`policy.SPMM_ALGORITHMS` names, as far as they can serve a call.
+`policy.SPMM_ALGORITHMS` names, as far as they support the call.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def cells(run: Run, name: str | None) -> Iterator[Job | Cell]:
 
 
 def _draw(graph: suite.Graph, options: argparse.Namespace) -> Iterator[Cell]:
-    """The cells of drawing batches where the graph lies."""
+    """The cells of drawing batches on the graph's device."""
     device = graph.col.device
     generator = torch.Generator(device=device).manual_seed(0)
     adjacency = graph.adjacency()
@@ -69,7 +69,7 @@ def _draw(graph: suite.Graph, options: argparse.Namespace) -> Iterator[Cell]:
     calls["plain PyTorch, blocks"] = lambda: blocks.sample(
         graph, next(turns["plain PyTorch, blocks"]), options.fanouts, generator
     )
-    times = wall_times(calls, device, budget_ms=1500, most=100)
+    times = wall_times(calls, device, budget_ms=1500, max_calls=100)
     for key, timing in times.items():
         result = calls[key]()
         if key.startswith("plain"):

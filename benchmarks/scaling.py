@@ -4,7 +4,7 @@ One command starts a process per GPU. All graphs are drawn once, by the first pr
 
 - ``full``: gcn3-256, GCNConv 100-256-256-47, cross entropy over all nodes, Adam; one GPU has an Adjacency,
   more have a PartitionedAdjacency. The time of a step is that of the slowest process. Logits and gradients
-  of the first step are compared with one GPU's. Variants: ``overlap`` (exchange beside the local product),
+  of the first step are compared with one GPU's. Variants: ``overlap`` (exchange during the local product),
   ``in turn`` (exchange, then one product over all columns), ``16-bit halo`` (of float32 features); the first
   and the last also with a given number of tiles of columns in place of the chosen one, or with ``cached
   inputs``, whose halo travels in the first step only.

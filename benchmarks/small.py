@@ -9,7 +9,7 @@ A step is that of a plain loop: `zero_grad`, forward, loss, backward, Adam. Grap
 - blocks: neighbours of 1,024 seeds, 15, 10 and 5 of them, in a graph of 169,343 nodes; three layers, 128
   wide.
 
-Inputs lie on the device. In every step on molecules and blocks, the layers get their edges in a new tensor
+Inputs are on the device. In every step on molecules and blocks, the layers get their edges in a new tensor
 (DGL: a new graph).
 
 With PyG on a GPU the step with our layers is timed captured too, once it is recorded, and GCN on whole graphs
@@ -134,7 +134,7 @@ def _in_turn(loops: dict[str, Loop], device: torch.device, budget_ms: float) -> 
 
 
 def draw(kind: str, device: torch.device) -> list[Data]:
-    """The inputs of the steps, in turn."""
+    """The inputs of the steps, in order."""
     generator = torch.Generator().manual_seed(0)
     if kind in WHOLE:
         return [_whole(*WHOLE[kind], generator).to(device)]
@@ -304,10 +304,10 @@ class Loop:
 
     Args:
         model: on the inputs' device.
-        inputs: in turn.
+        inputs: one per step, used again from the start after the last.
         dtype: precision.
         framework: whose graphs the layers take.
-        is_new: whether every step gets edges that nobody has seen.
+        is_new: whether every step gets new edges.
         captures: the implementation's name, which says what is captured.
     """
 

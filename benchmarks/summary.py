@@ -27,7 +27,7 @@ class Topic:
         about: What was measured, for a reader who knows PyTorch.
         benchmarks: Which records it shows, by how their names begin; the longest such beginning counts.
         on_gpu: Whether it shows records of machines with a GPU, or of those without.
-        chart: What its chart shows. None: the first plot that lies with its records.
+        chart: What its chart shows. None: the first plot in the folder of its records.
     """
 
     title: str
@@ -153,7 +153,7 @@ TOPICS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of results")
     parser.add_argument(
-        "--out", type=Path, help="the overview; a folder of that name beside it gets the pages"
+        "--out", type=Path, help="the overview; a folder of that name next to it gets the pages"
     )
 
 
@@ -173,7 +173,7 @@ def pages(results: Path, out: Path) -> dict[Path, str]:
 
     Args:
         results: Folder of records.
-        out: Where the overview will lie; the other pages lie in a folder of the same name beside it.
+        out: The file of the overview; the other pages go into a folder of the same name next to it.
     """
     records = [(path, record.load(path)) for path in tables.stored(results)]
     folder = out.with_suffix("")

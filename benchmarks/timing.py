@@ -64,8 +64,8 @@ def in_turn(calls: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list
     return found
 
 
-def _samples(one_call_ms: float, budget_ms: float, least: int, most: int) -> int:
-    return min(max(int(budget_ms / max(one_call_ms, 1e-3)), least), most)
+def _samples(one_call_ms: float, budget_ms: float, min_calls: int, max_calls: int) -> int:
+    return min(max(int(budget_ms / max(one_call_ms, 1e-3)), min_calls), max_calls)
 
 
 def kernel_time(fn: Callable[[], Any], device: torch.device, *, budget_ms: float = 60.0) -> Timing:
@@ -111,7 +111,7 @@ def step_time(
     *,
     budget_ms: float = 1000.0,
     warm_up: int = 4,
-    least: int = 5,
+    min_calls: int = 5,
 ) -> Timing:
     """Time per step of a loop: the host queues the next step while the device works, as training does.
 
@@ -120,13 +120,13 @@ def step_time(
         device: Where it works.
         budget_ms: About how long to measure; at most 100 steps are timed.
         warm_up: Steps before that, at least 1.
-        least: Fewest steps to time.
+        min_calls: Fewest steps to time.
 
     Returns:
         Median and spread.
     """
     if device.type != "cuda":
-        return wall_time(fn, device, budget_ms=budget_ms, warm_up=warm_up, least=least)
+        return wall_time(fn, device, budget_ms=budget_ms, warm_up=warm_up, min_calls=min_calls)
 
     def steps(count: int) -> list[float]:
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
@@ -138,7 +138,7 @@ def step_time(
         return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
 
     one_step_ms = steps(warm_up)[-1]
-    return summarise(steps(_samples(one_step_ms, budget_ms, least, 100)), "events, steps back to back")
+    return summarise(steps(_samples(one_step_ms, budget_ms, min_calls, 100)), "events, steps back to back")
 
 
 def wall_time(
@@ -147,8 +147,8 @@ def wall_time(
     *,
     budget_ms: float = 1000.0,
     warm_up: int = 2,
-    least: int = 5,
-    most: int = 200,
+    min_calls: int = 5,
+    max_calls: int = 200,
 ) -> Timing:
     """Time from call to finished result by the host's clock: what a user waits, host work included.
 
@@ -157,14 +157,16 @@ def wall_time(
         device: Where it works; a CUDA device is synchronised before and after each call.
         budget_ms: About how long to measure.
         warm_up: Calls before that.
-        least: Fewest calls to time.
-        most: Most calls to time.
+        min_calls: The minimum number of calls to time.
+        max_calls: The maximum number of calls to time.
 
     Returns:
         Median and spread.
     """
     one = {"": fn}
-    return wall_times(one, device, budget_ms=budget_ms, warm_up=warm_up, least=least, most=most)[""]
+    return wall_times(
+        one, device, budget_ms=budget_ms, warm_up=warm_up, min_calls=min_calls, max_calls=max_calls
+    )[""]
 
 
 def wall_times(
@@ -173,11 +175,11 @@ def wall_times(
     *,
     budget_ms: float = 1000.0,
     warm_up: int = 2,
-    least: int = 5,
-    most: int = 200,
+    min_calls: int = 5,
+    max_calls: int = 200,
     around: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, Timing]:
-    """`wall_time` of several calls in turn, so that other work on the machine slows all alike.
+    """`wall_time` of several calls, alternating, so that other work on the machine slows all alike.
 
     Before each timed call of several the same call is made once more: then its caches have its own data, and
     not that of another call.
@@ -187,8 +189,8 @@ def wall_times(
         device: As there, like what follows; the budget is that of each call.
         budget_ms: About how long to measure, if the calls took equally long, what is not timed aside.
         warm_up: Rounds before that.
-        least: Fewest rounds to time.
-        most: Most rounds to time.
+        min_calls: Fewest rounds to time.
+        max_calls: Most rounds to time.
         around: What is entered, by name, for a call and its repetition, and not timed.
 
     Returns:
@@ -214,6 +216,6 @@ def wall_times(
     turns = {name: partial(again, name, fn) for name, fn in calls.items()}
     in_turn(turns, warm_up)
     one_round = sum(times[0] for times in in_turn(turns, 1).values())
-    times = in_turn(turns, _samples(one_round, budget_ms * len(calls), least, most))
+    times = in_turn(turns, _samples(one_round, budget_ms * len(calls), min_calls, max_calls))
     method = "wall clock, alternating" if len(calls) > 1 else "wall clock"
     return {name: summarise(times[name], method) for name in calls}

@@ -285,14 +285,14 @@ def measure(
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     model, train, infer = make()
-    training = step_time(train, device, budget_ms=budget_ms, warm_up=chosen.warm_up, least=3)
+    training = step_time(train, device, budget_ms=budget_ms, warm_up=chosen.warm_up, min_calls=3)
     peak = (torch.cuda.max_memory_allocated(device) - before) / 1e9 if cuda else None
     model.eval()
-    inference = step_time(infer, device, budget_ms=budget_ms / 2, warm_up=1, least=3)
+    inference = step_time(infer, device, budget_ms=budget_ms / 2, warm_up=1, min_calls=3)
     cell = {**training.as_cell(), **inference.as_cell("infer_"), "peak_gb": peak}
     if chosen.captured and cuda:
         replay = capture(make()[1])
-        captured = step_time(replay, device, budget_ms=budget_ms, warm_up=CALLS + 5, least=3)
+        captured = step_time(replay, device, budget_ms=budget_ms, warm_up=CALLS + 5, min_calls=3)
         cell |= captured.as_cell("captured_") if replay.captured.is_recorded else {}
     return cell
 

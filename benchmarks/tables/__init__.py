@@ -211,7 +211,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Writes the tables of all stored results as Markdown, with the plots that lie beside them."""
+    """Writes the tables of all stored results as Markdown, with the plots next to them."""
     target = Path.cwd() if options.out is None else options.out.resolve().parent
     paths = stored(options.results)
     parts = [INTRODUCTION]

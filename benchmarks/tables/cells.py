@@ -239,7 +239,7 @@ def has_roofline(result: dict[str, Any]) -> bool:
 
 
 def fastest(known: Mapping[str, float]) -> str | None:
-    """The name with the least time; None of no names."""
+    """The name with the shortest time; None if there are no names."""
     return min(known, key=known.__getitem__, default=None)
 
 
@@ -261,7 +261,7 @@ def speeds(
 
     Args:
         cells: Ours.
-        baselines: The baselines' times beside a cell.
+        baselines: The baselines' times to compare with a cell.
     """
     found: dict[str, dict[str, float]] = {}
     for cell in cells:

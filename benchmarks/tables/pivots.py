@@ -258,7 +258,7 @@ def edges(result: Record) -> list[Table]:
 
 
 def maxk(result: Record) -> list[Table]:
-    """By dataset: test scores, stored activations and time of every k, beside those of ReLU."""
+    """By dataset: test scores, stored activations and time of every k, next to those of ReLU."""
 
     def relu(row: Row) -> Cell | None:
         found = first(row.table, activation="ReLU")

@@ -11,7 +11,7 @@ OURS = ("layers swapped", "our loader", "fastsparse run", "captured")
 
 
 def baseline(cells: list[Cell]) -> Cell | None:
-    """The framework's fastest variant on the same device; DGL's on the CPU does not count beside a GPU."""
+    """The framework's fastest variant on the same device; on a GPU, DGL's on the CPU does not count."""
     others = [cell for cell in cells if cell["implementation"] not in (*OURS, "DGL, on the CPU")]
     return min((cell for cell in others if time_of(cell)), key=lambda cell: cell["median_ms"], default=None)
 

@@ -108,8 +108,8 @@ def _in_order(result: dict[str, Any], cells: list[Cell]) -> list[str]:
 def spmm_together(results: list[dict[str, Any]]) -> list[Table]:
     """The faster of our algorithms on every graph against stored float32 times.
 
-    What serves a float32 product best differs from graph to graph, and each algorithm has a record of its
-    own.
+    The fastest algorithm for a float32 product differs from graph to graph, and each algorithm has its own
+    record.
 
     Args:
         results: Records of one GPU model.

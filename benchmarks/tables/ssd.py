@@ -36,7 +36,7 @@ _PAPERS = {
 
 
 def _baselines(result: dict[str, Any], cells: list[Cell]) -> dict[str, float | None]:
-    """The times beside our first cell of a graph: of the dense product, forward, and what is stored."""
+    """The times to compare with our first cell of a graph: the dense product, forward, and what is stored."""
     ours, *others = cells
     name = f"{_OPERATORS[ours['part']]}@{ours['k']}" if ours["width"] == 256 else ""
     dense = {"densify": time_of(others[0] if others else None)} if ours["part"] == "forward" else {}

@@ -52,7 +52,7 @@ def test_wall_time_measures_a_known_delay(monkeypatch: pytest.MonkeyPatch) -> No
 def test_wall_times_take_turns() -> None:
     order: list[str] = []
     calls = {name: lambda name=name: order.append(name) for name in ("a", "b")}
-    found = timing.wall_times(calls, CPU, budget_ms=1, warm_up=1, least=3, most=4)
+    found = timing.wall_times(calls, CPU, budget_ms=1, warm_up=1, min_calls=3, max_calls=4)
     # Each is called once more before it is timed, and one round says how many follow.
     assert order == ["a", "a", "b", "b"] * (1 + 1 + found["a"].samples)
     assert 3 <= found["a"].samples == found["b"].samples <= 4
@@ -60,7 +60,9 @@ def test_wall_times_take_turns() -> None:
 
 def test_wall_times_measure_known_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    found = timing.wall_times({"short": clock.takes(0.5), "long": clock.takes(2.0)}, CPU, least=4, most=4)
+    found = timing.wall_times(
+        {"short": clock.takes(0.5), "long": clock.takes(2.0)}, CPU, min_calls=4, max_calls=4
+    )
     assert found["short"].samples == 4
     assert (found["short"].p20_ms, found["long"].p20_ms) == pytest.approx((0.5, 2.0))
 

@@ -149,13 +149,18 @@ def notes(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "folder", ["kernels", "fastsparse_pyg", "fastsparse_dgl", "fastsparse_run", "examples", "tests"]
+    "folder",
+    [
+        *("kernels", "fastsparse_pyg", "fastsparse_dgl", "fastsparse_run", "examples", "tests"),
+        *("benchmarks", "setup.py"),
+    ],
 )
 def test_comments(folder: str) -> None:
     """The words alone: a comment need not be a sentence."""
     words = {pattern: instead for pattern, instead in BANNED.items() if pattern[0] != "^"}
     kinds = {".py", ".h", ".cuh", ".cpp", ".cu"}
-    paths = [path for path in sorted((CHECKOUT / folder).rglob("*")) if path.suffix in kinds]
+    place = CHECKOUT / folder
+    paths = [place] if place.is_file() else [one for one in sorted(place.rglob("*")) if one.suffix in kinds]
     assert [
         f"{path.name}: {match[0]!r}, write {instead!r}: {text}"
         for path in paths
