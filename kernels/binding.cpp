@@ -830,7 +830,7 @@ FASTSPARSE_ARGUMENTS(PlaceBatchCall, OBJECT(nodes, FASTSPARSE_HOPS), OBJECT(edge
                         edge_index_is_64bit),
                      OBJECT(tensors, "Sequence[tuple[Tensor, Tensor, int, int, bool, bool]]"));
 
-// The hops' positions in the memory and their ends in the batch.
+// Where the hops begin in the padded memory, and where they end in the batch.
 HopRows hop_rows(PyObject* hops) {
   const auto both = each(hops, integers);
   if (both.size() != 2 || both[1].size() > kMostHops || both[0].size() != both[1].size() + 1) {

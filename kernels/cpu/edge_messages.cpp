@@ -18,8 +18,8 @@ std::int64_t work(const CsrView& a, const EdgeMessageInput& input) {
   return a.num_edges * input.width * (1 + input.edge_width);
 }
 
-// Loops over features are functions, because __restrict tells compilers only about parameters that arrays do
-// not overlap.
+// Each loop over features is a function of its own, because compilers rely on __restrict only for parameters
+// of functions.
 template <typename A>
 FASTSPARSE_INLINE void add_row(const A* from, A* __restrict to, std::int64_t width) {
   for (std::int64_t f = 0; f < width; ++f) to[f] += from[f];

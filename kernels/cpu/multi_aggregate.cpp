@@ -18,8 +18,8 @@ std::int64_t work(const CsrView& a, const MultiAggregateInput& input) {
   return a.num_edges * (input.width + (input.weight != nullptr ? input.width * input.edge_width : 0));
 }
 
-// Loops over features are functions, because __restrict tells compilers only about parameters that arrays do
-// not overlap.
+// Each loop over features is a function of its own, because compilers rely on __restrict only for parameters
+// of functions.
 template <typename A>
 FASTSPARSE_INLINE void set_sum(const A* left, const A* right, A* __restrict to, std::int64_t width) {
   for (std::int64_t f = 0; f < width; ++f) to[f] = left[f] + right[f];

@@ -131,7 +131,7 @@ struct Team {
   }
 };
 
-// The kept columns of a row: bits for columns 32 (w kLanes + lane) and following in word w.
+// Finds the columns of a row that are kept. Bit b of word w stands for column 32 * (w * kLanes + lane) + b.
 template <typename T, int kLanes, int kWords, bool kAligned>
 __device__ __forceinline__ void kept_columns(const Bits* from, int column, int width, int k,
                                              unsigned (&kept)[kWords]) {

@@ -1,5 +1,5 @@
-// Copies all tensors of a batch into memory with spare capacity, where a CUDA graph reads them: every hop
-// begins at a fixed position, and its rows are followed by padding.
+// Copies all tensors of a batch into memory with spare capacity (the padded memory), where a CUDA graph reads
+// them. Every hop begins at a fixed position, and its rows are followed by padding.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@ namespace fastsparse {
 constexpr int kMostHops = 16;
 constexpr int kMostPlaced = 24;
 
-// Ranges of rows per hop, in the memory and in the batch.
+// Ranges of rows per hop, in the padded memory and in the batch.
 struct HopRows {
   int num_hops;
-  std::int64_t start[kMostHops + 1];  // where a hop begins in the memory; then the number of all rows
+  std::int64_t start[kMostHops + 1];  // where a hop begins in the padded memory; last: all rows
   std::int64_t end[kMostHops];        // where a hop ends in the batch
 };
 
@@ -47,7 +47,7 @@ struct PlaceBatchArgs {
   PlacedRows tensor[kMostPlaced];
 };
 
-// The content of a position in the memory.
+// The content of a position in the padded memory.
 struct Placed {
   bool is_given;     // whether it is not padding
   std::int64_t row;  // row of the batch; for padding, its first row
@@ -67,7 +67,7 @@ FASTSPARSE_HOST_DEVICE Placed placed(const HopRows& rows, std::int64_t place) {
   return {is_given, is_given ? row : 0};
 }
 
-// The position of a row of the batch in the memory.
+// The position that a row of the batch has in the padded memory.
 FASTSPARSE_HOST_DEVICE std::int64_t place_of(const HopRows& rows, std::int64_t row) {
   int hop = 0;
   while (hop + 1 < rows.num_hops && rows.end[hop] <= row) ++hop;

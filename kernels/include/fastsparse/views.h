@@ -504,7 +504,7 @@ struct AttentionBsbBackwardArgs {
   void* grad_k;      // (num_cols, heads * head_width)
   void* grad_v;      // (num_cols, heads * value_width)
   void* grad_bias;   // (num_values, heads) in bias.dtype; null: not computed
-  float* row_state;  // (num_rows, heads, 2; float32: 4)
+  float* row_state;  // (num_rows, heads, 2), or for float32 (num_rows, heads, 4)
   float* partial_q;  // (num_slots, 8, heads * head_width)
   float* partial_k;  // (num_slots of the transposed structure, 8, heads * head_width)
   float* partial_v;  // (num_slots of the transposed structure, 8, heads * value_width)
@@ -974,7 +974,7 @@ struct MaxkArgs {
   void* values;  // (num_rows, k)
   void* ids;     // (num_rows, k) uint8 where width <= 256, else uint16
   void* out;     // (num_rows, width), 0 except for the kept entries; null: the results are values and ids
-  std::uint32_t* kept;  // (num_rows, words of width bits): bit c % 32 of word c / 32 for each kept column c
+  std::uint32_t* kept;  // (num_rows, ceil(width / 32)): bit c % 32 of word c / 32 is set if column c is kept
   std::int64_t num_rows;
   std::int64_t width;
   std::int64_t k;
