@@ -5,7 +5,7 @@
     python examples/dgl_message_passing.py --nodes 200000 --edges 4000000 --epochs 10
 
 The layer, `gated-gcn`, is a gated convolution: `apply_edges` makes a gate of both ends of an edge,
-`update_all` sums the gated features. Nothing in it knows FastSparse. With pip's DGL, which has no CUDA, DGL
+`update_all` sums the gated features. Nothing in it knows FastSparse. With pip's DGL, built without CUDA, DGL
 itself trains on the CPU, and the same code after `fastsparse_dgl.enable()` on the GPU if there is one.
 """
 

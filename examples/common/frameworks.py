@@ -161,8 +161,8 @@ def make_graph(
     """The graph in the form that the framework's layers take.
 
     PyG: the edge_index on `device`. DGL: a DGLGraph, with self loops unless they are not wanted, since its
-    layers add none; the wheel on PyPI has no CUDA, so for ``fast`` the graph may stay on the CPU (the layer
-    moves the structure once), while ``reference`` needs it on `device`.
+    layers add none. PyPI's wheel is built without CUDA, so for ``fast`` the graph may stay on the CPU (the
+    layer moves the structure once), while ``reference`` needs it on `device`.
 
     Raises:
         ExampleError: DGL's own layer was asked to run on a device that the installed DGL does not support.

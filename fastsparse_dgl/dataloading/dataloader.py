@@ -36,7 +36,7 @@ _IGNORED = (
 
 
 class DataLoader(dgl.dataloading.DataLoader):
-    """Drop-in replacement of :class:`dgl.dataloading.DataLoader`, for GPUs even if DGL has no CUDA.
+    """Drop-in replacement of :class:`dgl.dataloading.DataLoader`, on GPUs even if DGL lacks CUDA.
 
     With :class:`fastsparse_dgl.NeighborSampler` and ``device`` a GPU, neighbours are sampled on that GPU, on
     a separate stream, two batches ahead. The graph may be on the CPU, or on the GPU after
@@ -164,7 +164,7 @@ def _why_not(graph: GraphLike, indices: Any, sampler: Any) -> str:
         try:
             torch.as_tensor(item)
         except (TypeError, ValueError, RuntimeError):
-            return f"indices is a {type(item).__name__}. Pass a tensor of ids, or a dict of them by node type"
+            return f"indices is a {type(item).__name__}. Pass a tensor of ids, or a dict of ids by node type"
     return _why_not_sampled(graph, sampler)
 
 

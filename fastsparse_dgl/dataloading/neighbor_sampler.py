@@ -43,7 +43,7 @@ def tell_fallback(message: str, reason: str) -> None:
 
 
 class NeighborSampler(dgl.dataloading.NeighborSampler):
-    r"""Drop-in replacement of :class:`dgl.dataloading.NeighborSampler`, for GPUs even if DGL has no CUDA.
+    r"""Drop-in replacement of :class:`dgl.dataloading.NeighborSampler`, on GPUs even if DGL lacks CUDA.
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
     section 3.1. With :class:`fastsparse_dgl.DataLoader` and a GPU, it samples on the GPU. Otherwise it
@@ -81,7 +81,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
 
         Args:
             g: the graph to sample from.
-            seed_nodes: ids (num_seeds,), or a dict of them by node type.
+            seed_nodes: ids (num_seeds,), or a dict from node types to ids.
             exclude_eids: ids of edges that must not be sampled. If they are given, DGL's own code runs.
         """
         reason = self.why_not(g, exclude_eids)
@@ -115,7 +115,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
 
         Args:
             g: the graph to sample from.
-            seed_nodes: ids (num_seeds,), or a dict of them by node type.
+            seed_nodes: ids (num_seeds,), or a dict from node types to ids.
             device: where to sample.
 
         Raises:

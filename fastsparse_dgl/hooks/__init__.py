@@ -25,7 +25,7 @@ def enable(*, report: bool = False, _devices: tuple[str, ...] | None = None) -> 
     drop-in when it is first called, as with :func:`~fastsparse_dgl.accelerate`. After
     :func:`~fastsparse_dgl.restore` it is not replaced again. It is pickled and copied as the original layer.
 
-    ``graph.to("cuda")`` also works with DGL's wheels from PyPI, which have no CUDA: the structure stays on
+    ``graph.to("cuda")`` also works with DGL's wheels from PyPI, built without CUDA: the structure stays on
     the host for DGL's functions, and the operators use a copy on the GPU. Node and edge data are on the GPU.
     If DGL has CUDA, only the operators, layers and loaders are replaced.
 

@@ -489,7 +489,7 @@ def are_few_on_gpu(edge_index: Any, times: int = 1) -> bool:
     a recorded step, whose replays take no time on the host.
 
     Args:
-        edge_index: the edges.
+        edge_index: edges, int64 (2, E), or another kind of graph.
         times: factor by which the number of few edges is multiplied.
     """
     return (

@@ -171,7 +171,7 @@ class GatheredMessages(NamedTuple):
 
         Args:
             layer: the layer.
-            edge_index: the edges.
+            edge_index: edges, int64 (2, E).
             given: other arguments of `propagate`.
             has_structure: whether the structure of the edges may be used, and built.
         """

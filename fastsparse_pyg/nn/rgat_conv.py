@@ -77,10 +77,10 @@ class FastRGATConv(AttentionConv, RGATConv):
         Args:
             x: node features (N, F_in), float64, float32, float16 or bfloat16. For a pair (source features,
                 destination features), PyG's implementation runs.
-            edge_index: edges.
+            edge_index: edges, int64 (2, E). With a sparse matrix or an Adjacency, PyG's implementation runs.
             edge_type: relation of every edge, int64 (E,), in the order of the edges.
             edge_attr: features of the edges (E, edge_dim), in the dtype of ``x``; required with ``edge_dim``.
-            size: if given, PyG's code runs.
+            size: (number of sources, number of destinations). Unless it is None, PyG's implementation runs.
             return_attention_weights: True or False: also returns the edges and their attention weights before
                 dropout.
 

@@ -289,7 +289,7 @@ def _check_rows(name: str, src: Tensor) -> None:
     if not isinstance(src, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(src).__name__}")
     if src.dim() < 1:
-        raise ValueError(f"{name}: expected rows, (E, ...), got a scalar")
+        raise ValueError(f"{name}: expected at least one dimension, (E, ...), got a scalar")
 
 
 def _check_floating(src: Tensor) -> None:

@@ -178,7 +178,7 @@ class TracedAdjacency(Adjacency):
         return f"TracedAdjacency(shape={self.shape}, self_loops={self.self_loops!r})"
 
 
-# ---------------------------------------------------------------- when the trace runs
+# ---------------------------------------------------------------- when the traced code runs
 
 _cache = AdjacencyCache("fastsparse_core.traced")
 

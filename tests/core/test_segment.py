@@ -328,7 +328,7 @@ ROWS, INDEX = torch.ones(3, 2), torch.tensor([0, 1, 0])
     ("call", "error", "message"),
     [
         (lambda: scatter([1.0], INDEX), TypeError, "src: expected a tensor, got list"),
-        (lambda: scatter(torch.tensor(1.0), INDEX), ValueError, "src: expected rows"),
+        (lambda: scatter(torch.tensor(1.0), INDEX), ValueError, "src: expected at least one dimension"),
         (
             lambda: scatter(ROWS, INDEX.float()),
             TypeError,

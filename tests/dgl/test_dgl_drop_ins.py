@@ -482,7 +482,7 @@ def test_adjacency_on_another_device(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LAYERS)
 def test_graph_on_the_cpu_is_moved_once(name):
-    """PyPI's DGL knows no GPU, so this is how its users train on one."""
+    """PyPI's DGL is built without CUDA, so this is how its users train on a GPU."""
     graph = homogeneous()
     fast, _ = layers(name)
     feat = inputs(name, graph).cuda()

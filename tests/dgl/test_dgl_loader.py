@@ -251,7 +251,7 @@ def test_weights_made_in_inference_mode():
 
 
 def test_what_can_hold_graphs_follows_enable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DGL alone, with FastSparse, and alone again."""
+    """DGL without FastSparse, with it, and without it again."""
 
     def refuse(*arguments: object, **options: object) -> None:
         raise DGLError("Device API cuda is not enabled")

@@ -98,7 +98,7 @@ def test_external_weight(device):
 @RECOMPUTE
 def test_sage(name, aggregator, recompute, device):
     if aggregator == "lstm" and device != "cpu":
-        pytest.skip("DGL's own code, and the wheel knows no CUDA")
+        pytest.skip("this case runs DGL's own code, and the wheel is built without CUDA")
     graph = GRAPHS[name]()
     feat = features(graph, 7) if name in SINGLE else pair(graph, 7, 7)
     check_parity(layers("sage", 7, 4, aggregator, recompute=recompute), graph, feat, device)

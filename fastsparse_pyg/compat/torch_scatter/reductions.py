@@ -124,7 +124,7 @@ def _segment_coo(
 def segment_coo(
     src: Tensor, index: Tensor, out: Tensor | None = None, dim_size: int | None = None, reduce: str = "sum"
 ) -> Tensor:
-    """Like :func:`scatter`, along the last dimension of an ascending ``index``."""
+    """Reduces along the last dimension of a sorted ``index``; ``reduce``: sum, add, mean, min or max."""
     return _segment_coo(src, index, out, dim_size, _checked(reduce, ("sum", "mean", "min", "max")))[0]
 
 

@@ -207,7 +207,7 @@ class _Watching(TorchFunctionMode):
         return value
 
 
-#: Functions that read a number.
+#: Methods of tensors that copy a value to the host, as a Python number or in a text.
 _NUMBERS = (
     *(Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__bool__),
     *(Tensor.__format__, Tensor.__repr__),

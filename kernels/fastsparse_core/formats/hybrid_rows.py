@@ -16,7 +16,7 @@ from fastsparse_core import _C
 from fastsparse_core.device import place_of
 from fastsparse_core.formats.row_split import RowSplit
 
-#: The number of entries of a long item is a multiple of this, an 8 x 8 matrix.
+#: A long item has a multiple of this number of entries: 64 entries fill one 8 x 8 matrix on tensor cores.
 MULTIPLE = 64
 #: Largest number of entries of a long item, so that a long row does not delay the others.
 LONGEST = 256

@@ -56,7 +56,7 @@ def kept_bytes(num_values: int, width: int) -> int:
 
 
 def scale_of(kept: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 + eps, (1,), from the bytes that relu's forward pass stored."""
+    """Reads 1 + eps, shape (1,), from the start of the bytes that the forward pass of relu stored."""
     return kept[: dtype.itemsize].view(dtype)
 
 

@@ -25,7 +25,7 @@ ALGORITHMS = {
 
 #: The choice made with `algorithms` in this thread or asynchronous task: operator -> algorithm.
 _requests: ContextVar[Mapping[str, str]] = ContextVar("requests", default=MappingProxyType({}))
-#: Faster than `requested` in code that runs eagerly, because it does not check whether a trace runs.
+#: Faster than `requested` in code that runs eagerly, because it does not check whether code is being traced.
 eager_requests = _requests.get
 #: The choices of all contexts that are open in any thread, in the order of entry, and the last of them.
 #: Traced code reads the last one, because torch.compile can guard on a global, but cannot read a context

@@ -150,7 +150,8 @@ def _by_type(argument: str, given: Any, expected: type) -> dict[EdgeType, Any]:
     if not isinstance(given, Mapping) or not given:
         kind = type(given).__name__ if not isinstance(given, Mapping) else "an empty dict"
         raise TypeError(
-            f"{argument}: expected {expected.__name__} or a dict of them by edge type, got {kind}"
+            f"{argument}: expected {expected.__name__} or a dict from edge types to {expected.__name__}, "
+            f"got {kind}"
         )
     for name, item in given.items():
         if not (isinstance(name, tuple) and len(name) == 3):
