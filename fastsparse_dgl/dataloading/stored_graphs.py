@@ -47,7 +47,7 @@ class _Batching:
         self.first = chosen.first.unbind(0)
 
 
-_Part = Callable[[_Batching], Any]
+_Collator = Callable[[_Batching], Any]
 
 
 class StoredGraphs:
@@ -79,7 +79,7 @@ class StoredGraphs:
         self._mappings: list[dict[Any, Any]] = []
         self._tensors: list[Tensor] = []
         self._graphs: list[Any] = []
-        self._part = self._part_of(list(items))
+        self._collator = self._collator_of(list(items))
         if not self._graphs:
             raise NotStored("it has no graphs")
         self._handles = [graph._graph for graph in self._graphs]
@@ -103,7 +103,7 @@ class StoredGraphs:
         """
         chosen = self.store.choose(index)
         on_host = chosen if self.host is self.store else self.host.choose(index)
-        return self._part(_Batching(chosen, self._gather.of(chosen), self._gather_ends.of(on_host)))
+        return self._collator(_Batching(chosen, self._gather.of(chosen), self._gather_ends.of(on_host)))
 
     # ---------------------------------------------------------------- items
 
@@ -126,13 +126,13 @@ class StoredGraphs:
         self._mappings.append(mapping)
         self._tensors += tensors
 
-    def _part_of(self, values: list[Any], kind: type = list) -> _Part:
+    def _collator_of(self, values: list[Any], kind: type = list) -> _Collator:
         """The function that makes one part of a batch; DGL's collate gets the values in a ``kind``."""
         like = values[0]
         kinds = set(map(type, values))
         if isinstance(like, dgl.DGLGraph):
             self._graphs += values
-            return _graphs_part(self, values)
+            return _graphs_collator(self, values)
         if kinds == {np.ndarray} and like.dtype.kind in "biuf":
             values, kinds = [torch.as_tensor(item, device="cpu") for item in values], {Tensor}
             like = values[0]
@@ -150,24 +150,24 @@ class StoredGraphs:
             if any(item.keys() != like.keys() for item in values):
                 raise NotStored("its dictionaries have different keys")
             self._mappings += [item for item in values if isinstance(item, dict)]
-            parts = {key: self._part_of([item[key] for item in values]) for key in like}
-            return lambda batch: {key: part(batch) for key, part in parts.items()}
+            collators = {key: self._collator_of([item[key] for item in values]) for key in like}
+            return lambda batch: {key: collator(batch) for key, collator in collators.items()}
         if len(kinds) == 1 and isinstance(like, Sequence) and not isinstance(like, (str, bytes)):
             if any(len(item) != len(like) for item in values):
                 raise NotStored("its tuples have different lengths")
-            columns = [self._part_of([item[nth] for item in values], tuple) for nth in range(len(like))]
+            columns = [self._collator_of([item[nth] for item in values], tuple) for nth in range(len(like))]
             if hasattr(like, "_fields"):
-                return lambda batch: type(like)(*(part(batch) for part in columns))
-            return lambda batch: [part(batch) for part in columns]
+                return lambda batch: type(like)(*(collator(batch) for collator in columns))
+            return lambda batch: [collator(batch) for collator in columns]
         collate = self._collate
         return lambda batch: collate(kind(values[nth] for nth in batch.chosen.source[0].tolist()[:-1]))
 
-    def _stacked(self, tensor: Tensor) -> _Part:
+    def _stacked(self, tensor: Tensor) -> _Collator:
         place = self.add(tensor, 0)
         return lambda batch: batch.tensors[place]
 
 
-def _graphs_part(stored: StoredGraphs, graphs: list[Any]) -> _Part:
+def _graphs_collator(stored: StoredGraphs, graphs: list[Any]) -> _Collator:
     """The function that makes a batch of graphs, by the rules of `dgl.batch`.
 
     Raises:

@@ -1,8 +1,8 @@
 """PyG's graphs in a `GraphStore`: `Batch.from_data_list` without a loop over the graphs of a batch.
 
 PyG's `collate` treats an attribute by its name, its type and the graph's class. These are the same for every
-batch, so the decision is made once: an attribute becomes a :class:`_Part`, which makes its value, its slices
-and its increments.
+batch, so the decision is made once: an attribute becomes a :class:`_Collator`, which makes its value, its
+slices and its increments.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ class _Batching:
 _Made = tuple[Any, Any, Any]
 
 
-class _Part:
+class _Collator:
     """Makes one attribute of batches."""
 
     def make(self, batch: _Batching) -> _Made:
         """The attribute of a batch."""
         raise NotImplementedError
 
-    def follow(self, stored: StoredGraphs) -> _Part:
-        """The part that makes the vectors `..._batch` and `..._ptr` of `follow_batch`."""
+    def follow(self, stored: StoredGraphs) -> _Collator:
+        """The collator that makes the vectors `..._batch` and `..._ptr` of `follow_batch`."""
         raise NotImplementedError
 
 
-class _Rows(_Part):
+class _Rows(_Collator):
     """A tensor whose rows are gathered."""
 
     def __init__(self, nth: int, rows: int, added: tuple[int, ...] | None, shape: tuple[int, ...]) -> None:
@@ -92,11 +92,11 @@ class _Rows(_Part):
             increments = increments.view(-1, *self._shape)
         return batch.tensors[self.nth], batch.slices[self._rows], increments
 
-    def follow(self, stored: StoredGraphs) -> _Part:
+    def follow(self, stored: StoredGraphs) -> _Collator:
         return stored.rows_of(self._rows)
 
 
-class _Membership(_Part):
+class _Membership(_Collator):
     """The graph of every row, and the first row of every graph."""
 
     def __init__(self, graph: int, first: int) -> None:
@@ -106,7 +106,7 @@ class _Membership(_Part):
         return batch.tensors[self._graph], batch.tensors[self._first], None
 
 
-class _Objects(_Part):
+class _Objects(_Collator):
     """Values that PyG collates to a list."""
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -116,31 +116,31 @@ class _Objects(_Part):
         values = self._values
         return [values[graph] for graph in batch.graphs], batch.slices[0], None
 
-    def follow(self, stored: StoredGraphs) -> _Part:
+    def follow(self, stored: StoredGraphs) -> _Collator:
         return stored.rows_of(0)
 
 
-class _Nested(_Part):
+class _Nested(_Collator):
     """A dictionary or list of attributes."""
 
-    def __init__(self, parts: Mapping[Any, _Part] | Sequence[_Part]) -> None:
-        self._parts = parts
+    def __init__(self, collators: Mapping[Any, _Collator] | Sequence[_Collator]) -> None:
+        self._collators = collators
 
     def make(self, batch: _Batching) -> _Made:
-        if isinstance(self._parts, Mapping):
-            made = {key: part.make(batch) for key, part in self._parts.items()}
+        if isinstance(self._collators, Mapping):
+            made = {key: collator.make(batch) for key, collator in self._collators.items()}
             value, slices, increments = ({key: item[k] for key, item in made.items()} for k in range(3))
             return value, slices, increments
-        listed = [part.make(batch) for part in self._parts]
+        listed = [collator.make(batch) for collator in self._collators]
         return tuple([item[k] for item in listed] for k in range(3))  # type: ignore[return-value]
 
-    def follow(self, stored: StoredGraphs) -> _Part:
-        if isinstance(self._parts, Mapping):
-            return _Nested({key: part.follow(stored) for key, part in self._parts.items()})
-        return _Nested([part.follow(stored) for part in self._parts])
+    def follow(self, stored: StoredGraphs) -> _Collator:
+        if isinstance(self._collators, Mapping):
+            return _Nested({key: collator.follow(stored) for key, collator in self._collators.items()})
+        return _Nested([collator.follow(stored) for collator in self._collators])
 
 
-class _ByPyG(_Part):
+class _ByPyG(_Collator):
     """An attribute that PyG's own code collates."""
 
     def __init__(self, name: Any, values: Sequence[Any], graphs: Sequence[Any], at: int, device: Any) -> None:
@@ -156,17 +156,17 @@ class _ByPyG(_Part):
     def _moved(self, value: Any) -> Any:
         return recursive_apply(value, lambda item: item.to(self._device))
 
-    def follow(self, stored: StoredGraphs) -> _Part:
+    def follow(self, stored: StoredGraphs) -> _Collator:
         return _FollowedByPyG(self)
 
 
-class _FollowedByPyG(_Part):
-    def __init__(self, part: _ByPyG) -> None:
-        self._part = part
+class _FollowedByPyG(_Collator):
+    def __init__(self, collator: _ByPyG) -> None:
+        self._collator = collator
 
     def make(self, batch: _Batching) -> _Made:
-        graph, first = _batch_and_ptr(self._part.make(batch)[1])
-        return self._part._moved(graph), self._part._moved(first), None
+        graph, first = _batch_and_ptr(self._collator.make(batch)[1])
+        return self._collator._moved(graph), self._collator._moved(first), None
 
 
 class _Store(NamedTuple):
@@ -174,16 +174,16 @@ class _Store(NamedTuple):
 
     Attributes:
         key: node or edge type; None in `Data`.
-        parts: (name, part of the attribute, part of its `follow_batch` vectors or None).
-        num_nodes: if `num_nodes` is an attribute: its value for every graph, and its position in ``parts``.
-        members: the part that makes `batch` and `ptr`, or None.
+        collators: (name, collator of the attribute, collator of its `follow_batch` vectors or None).
+        num_nodes: if `num_nodes` is an attribute: its value for every graph, and its index in ``collators``.
+        members: the collator that makes `batch` and `ptr`, or None.
         edges: the structure of `edge_index`, or None if it is not known.
     """
 
     key: Any
-    parts: list[tuple[str, _Part, _Part | None]]
+    collators: list[tuple[str, _Collator, _Collator | None]]
     num_nodes: tuple[Sequence[Any], int] | None
-    members: _Part | None
+    members: _Collator | None
     edges: StoredEdges | None
 
 
@@ -251,7 +251,7 @@ class StoredGraphs:
         increments: dict[Any, Any] = {}
         for store, into in zip(self._stores, out.stores, strict=True):
             slices_of_store, increments_of_store = slice_dict, increments
-            if store.key is not None and store.parts:
+            if store.key is not None and store.collators:
                 slices_of_store = slice_dict[store.key] = {}
                 increments_of_store = increments[store.key] = {}
             self._fill(store, batching, into, slices_of_store, increments_of_store)
@@ -272,15 +272,15 @@ class StoredGraphs:
         """Writes the attributes of one store of a batch."""
         mapping = into._mapping
         at_nodes = -1 if store.num_nodes is None else store.num_nodes[1]
-        for nth, (name, part, followed) in enumerate(store.parts):
+        for nth, (name, collator, followed) in enumerate(store.collators):
             if nth == at_nodes:
                 self._set_num_nodes(store, batching, into)
-            mapping[name], slice_dict[name], increments[name] = part.make(batching)
+            mapping[name], slice_dict[name], increments[name] = collator.make(batching)
             if followed is not None:
                 graph, first, _ = followed.make(batching)
                 if graph is not None:
                     mapping[f"{name}_batch"], mapping[f"{name}_ptr"] = graph, first
-        if at_nodes == len(store.parts):
+        if at_nodes == len(store.collators):
             self._set_num_nodes(store, batching, into)
         if store.members is not None:
             mapping["batch"], mapping["ptr"], _ = store.members.make(batching)
@@ -301,8 +301,8 @@ class StoredGraphs:
         self._fields.append(field)
         return len(self._fields) - 1
 
-    def rows_of(self, pointer: int) -> _Part:
-        """The part that makes the graph of every row, and the first row of every graph."""
+    def rows_of(self, pointer: int) -> _Collator:
+        """The collator that makes the graph of every row, and the first row of every graph."""
         return _Membership(
             self._add(Field(None, pointer, FieldKind.GRAPH)), self._add(Field(None, pointer, FieldKind.FIRST))
         )
@@ -314,8 +314,8 @@ class StoredGraphs:
         pointer: int,
         added: tuple[int, ...] | None,
         shape: tuple[int, ...] = (),
-    ) -> _Part:
-        """The part of an attribute whose values are concatenated in one tensor.
+    ) -> _Collator:
+        """The collator of an attribute whose values are concatenated in one tensor.
 
         Args:
             tensor: the values of all graphs.
@@ -361,18 +361,18 @@ class StoredGraphs:
         return [self._read_store(at, stores, counts) for at, stores in enumerate(by_store)]
 
     def _read_store(self, at: int, stores: Sequence[Any], counts: Mapping[Any, int]) -> _Store:
-        parts: list[tuple[str, _Part, _Part | None]] = []
+        collators: list[tuple[str, _Collator, _Collator | None]] = []
         num_nodes = None
         for name in stores[0]._mapping:
             if name in self._exclude or name == "ptr":
                 continue
             values = [store._mapping[name] for store in stores]
             if name == "num_nodes":
-                num_nodes = (values, len(parts))
+                num_nodes = (values, len(collators))
                 continue
             num_fields = len(self._fields)
             try:
-                part = _part_of(self, name, values, stores)
+                collator = _collator_of(self, name, values, stores)
             except NotStored as reason:
                 del self._fields[num_fields:]
                 where = name if stores[0]._key is None else f"{stores[0]._key}.{name}"
@@ -381,28 +381,28 @@ class StoredGraphs:
                     f"{reason}. Give it the same type, dtype and dimensions in all graphs, or leave it out "
                     f"with exclude_keys=[{name!r}]"
                 )
-                part = _ByPyG(name, values, self._graphs, at, self._device)
-            parts.append((name, part, part.follow(self) if name in self._follow else None))
-        return self._finished(stores[0]._key, parts, num_nodes, counts)
+                collator = _ByPyG(name, values, self._graphs, at, self._device)
+            collators.append((name, collator, collator.follow(self) if name in self._follow else None))
+        return self._finished(stores[0]._key, collators, num_nodes, counts)
 
     def _finished(
         self,
         key: Any,
-        parts: list[Any],
+        collators: list[Any],
         num_nodes: tuple[Sequence[Any], int] | None,
         counts: Mapping[Any, int],
     ) -> _Store:
-        """Makes a store of its parts; adds `batch` and `ptr`, and the structure of edges for layers."""
+        """Makes a store of its collators; adds `batch` and `ptr`, and the structure of edges for layers."""
         members = self.rows_of(counts[key]) if key in counts else None
-        part = next((part for name, part, _ in parts if name == "edge_index"), None)
+        collator = next((collator for name, collator, _ in collators if name == "edge_index"), None)
         ends = (key[0], key[2]) if isinstance(key, tuple) else (key, key)
         edges = None
-        if isinstance(part, _Rows) and part.added and all(end in counts for end in ends):
-            field = self._fields[part.nth]
+        if isinstance(collator, _Rows) and collator.added and all(end in counts for end in ends):
+            field = self._fields[collator.nth]
             sources, destinations = (counts[end] for end in ends)
             if field.added == (sources, destinations) and field.before == (2,) and not field.behind:
                 edges = StoredEdges(self.store, field, sources, destinations)
-        return _Store(key, parts, num_nodes, members, edges)
+        return _Store(key, collators, num_nodes, members, edges)
 
     def _read_collated(self, data: Any, slices: Mapping[Any, Any]) -> list[_Store] | None:
         """Reads PyG's collated storage in place of the graphs; None if it lacks information."""
@@ -427,34 +427,34 @@ class StoredGraphs:
     ) -> _Store:
         key = store._key
         of_store = slices if key is None else slices.get(key, {})
-        parts: list[tuple[str, _Part, _Part | None]] = []
+        collators: list[tuple[str, _Collator, _Collator | None]] = []
         num_nodes = None
         for name in names[key]:
             if name in self._exclude or name == "ptr":
                 continue
             if name == "num_nodes":
-                num_nodes = (store.__dict__["_num_nodes"], len(parts))
+                num_nodes = (store.__dict__["_num_nodes"], len(collators))
                 continue
             value, pointer = store._mapping[name], of_store[name]
             if pointer.numel() != len(self._graphs) + 1:
                 raise NotStored("its slices are for another number of graphs")
-            part: _Part
+            collator: _Collator
             if type(value) is list and all(_is_object(item) for item in value):
                 if not pointer.tolist() == list(range(len(value) + 1)):
                     raise NotStored("it is a list with its own slices")
-                part = _Objects(value)
+                collator = _Objects(value)
             elif _is_plain(value):
                 dim = data.__cat_dim__(name, value, store) % value.dim()
                 if bool((pointer.diff() < 0).any()) or pointer[0] < 0 or pointer[-1] > value.size(dim):
                     raise NotStored("slices that do not ascend")
                 added, shape = _standard_added(data, store, name, counts)
-                part = self._rows(value, dim, self.store.add_pointer(pointer), added, shape)
+                collator = self._rows(value, dim, self.store.add_pointer(pointer), added, shape)
             else:
                 raise NotStored("neither a tensor nor a list")
-            parts.append((name, part, part.follow(self) if name in self._follow else None))
+            collators.append((name, collator, collator.follow(self) if name in self._follow else None))
         if key in counts and not _can_infer_num_nodes(names[key]):
             counts = {}
-        return self._finished(key, parts, num_nodes, counts)
+        return self._finished(key, collators, num_nodes, counts)
 
 
 def _content(mappings: list[dict[str, Any]]) -> Content:
@@ -462,8 +462,8 @@ def _content(mappings: list[dict[str, Any]]) -> Content:
     return Content(mappings, [item for item in values if isinstance(item, Tensor)])
 
 
-def _part_of(stored: StoredGraphs, name: Any, values: list[Any], stores: Sequence[Any]) -> _Part:
-    """The part that makes an attribute of batches, by the rules of PyG's `_collate`.
+def _collator_of(stored: StoredGraphs, name: Any, values: list[Any], stores: Sequence[Any]) -> _Collator:
+    """The collator that makes an attribute of batches, by the rules of PyG's `_collate`.
 
     Raises:
         NotStored: PyG's own code has to collate the attribute; the message tells why.
@@ -471,9 +471,9 @@ def _part_of(stored: StoredGraphs, name: Any, values: list[Any], stores: Sequenc
     like = values[0]
     types = set(map(type, values))
     if types == {Tensor}:
-        return _tensor_part(stored, str(name), values, stores)
+        return _tensor_collator(stored, str(name), values, stores)
     if types in ({int}, {float}, {bool}):
-        return _number_part(stored, name, values, stores)
+        return _number_collator(stored, name, values, stores)
     if all(map(_is_object, values)):
         return _Objects(values)
     if len(types) > 1:
@@ -482,12 +482,12 @@ def _part_of(stored: StoredGraphs, name: Any, values: list[Any], stores: Sequenc
         if any(item.keys() != like.keys() for item in values):
             raise NotStored("its dictionaries have different keys")
         of_key = {key: [item[key] for item in values] for key in like}
-        return _Nested({key: _part_of(stored, key, items, stores) for key, items in of_key.items()})
+        return _Nested({key: _collator_of(stored, key, items, stores) for key, items in of_key.items()})
     if isinstance(like, Sequence):
         if any(len(item) != len(like) for item in values):
             raise NotStored("its lists have different lengths")
         columns = [[item[nth] for item in values] for nth in range(len(like))]
-        return _Nested([_part_of(stored, name, column, stores) for column in columns])
+        return _Nested([_collator_of(stored, name, column, stores) for column in columns])
     raise NotStored(f"it is of type {type(like).__name__}")
 
 
@@ -509,7 +509,9 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _tensor_part(stored: StoredGraphs, name: str, values: list[Tensor], stores: Sequence[Any]) -> _Part:
+def _tensor_collator(
+    stored: StoredGraphs, name: str, values: list[Tensor], stores: Sequence[Any]
+) -> _Collator:
     like, store = values[0], stores[0]
     data = store._parent()
     if not all(map(_is_plain, values)):
@@ -537,7 +539,7 @@ def _tensor_part(stored: StoredGraphs, name: str, values: list[Tensor], stores: 
     return stored._rows(torch.cat(values, axis), axis, pointer, added, shape)
 
 
-def _number_part(stored: StoredGraphs, name: Any, values: list[Any], stores: Sequence[Any]) -> _Part:
+def _number_collator(stored: StoredGraphs, name: Any, values: list[Any], stores: Sequence[Any]) -> _Collator:
     added, shape = _increments(stored, name, values, stores)
     if shape:
         raise NotStored("its increments are tensors")
