@@ -14,7 +14,7 @@ namespace fastsparse::cuda {
 namespace edge_softmax_detail {
 
 constexpr int kThreads = 128;
-constexpr int kLeastGroup = 8;
+constexpr int kMinGroup = 8;
 
 // The sum of exp(score - maximum). In the backward pass, the sum of weight * gradient; the maximum stays 0.
 template <typename A>
@@ -45,7 +45,7 @@ struct State {
 template <typename T, bool kGradient, int kHeadLanes>
 struct Entries {
   using A = Acc<T>;
-  static constexpr int kGroup = std::max(kHeadLanes, kLeastGroup);
+  static constexpr int kGroup = std::max(kHeadLanes, kMinGroup);
   static constexpr int kEntryLanes = kGroup / kHeadLanes;
 
   const EdgeSoftmaxArgs& args;

@@ -21,7 +21,7 @@ constexpr int kThreads = 128;
 constexpr int kEntriesInFlight = 4;
 constexpr int kEntriesPerSum =
     32;  // then the sum is added to a total, so rounding errors grow with 32 entries, not with the slice
-constexpr int kLeastGroup = 8;
+constexpr int kMinGroup = 8;
 constexpr int kCombineWarps = 16;
 constexpr unsigned kMostUnseenRows = 1024;  // blocks for cut segments if the host does not know their number
 
@@ -141,7 +141,7 @@ __device__ T finish(const SegmentReduceArgs& args, const MomentState<Acc<T>>& st
 template <typename T, int kVec, int kFeatureLanes, typename State>
 __global__ void __launch_bounds__(kThreads) segment_reduce_kernel(const SegmentReduceArgs args) {
   using A = Acc<T>;
-  constexpr int kGroup = kFeatureLanes < kLeastGroup ? kLeastGroup : kFeatureLanes;
+  constexpr int kGroup = kFeatureLanes < kMinGroup ? kMinGroup : kFeatureLanes;
   constexpr int kEntryLanes = kGroup / kFeatureLanes;
   const int lane = threadIdx.x % kGroup;
   const int entry_lane = lane / kFeatureLanes;
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kWarp* kCombineWarps)
 
 template <typename T, int kVec, int kFeatureLanes, typename State>
 void launch_lanes(const SegmentReduceArgs& args, cudaStream_t stream) {
-  constexpr int kGroup = std::max(kFeatureLanes, kLeastGroup);
+  constexpr int kGroup = std::max(kFeatureLanes, kMinGroup);
   const dim3 grid(ceil_div(args.split.num_slices, kThreads / kGroup),
                   ceil_div(args.width, kFeatureLanes * kVec));
   segment_reduce_kernel<T, kVec, kFeatureLanes, State><<<grid, kThreads, 0, stream>>>(args);

@@ -35,7 +35,7 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kTermBits = 24;  // as in a float; the sum of kPieceEntries terms stays below 2^31
 constexpr int kPieceEntries =
     128;  // entries of a group that are summed in fixed point; the sums are then added as floats
-constexpr int kLeastExponent =
+constexpr int kMinExponent =
     -100;  // smaller terms are summed as floats: the unit would not be a normal float
 constexpr unsigned kInfinity = 0x7f800000u;
 constexpr int kSharedFeatures = 1024;  // widest rows that are summed in shared memory at once
@@ -340,7 +340,7 @@ template <typename OfTeam>
 struct FixedRow {
   int* sum;
   int vectors;                                  // groups of four sums
-  int exponent = kLeastExponent;                // every term is below 2^exponent
+  int exponent = kMinExponent;                  // every term is below 2^exponent
   unsigned limit = exponent_bits(exponent);     // 2^exponent as the bits of a float
   float scale = exp2_of(kTermBits - exponent);  // units per 1.0
   bool empty = true;
@@ -348,7 +348,7 @@ struct FixedRow {
   __device__ __forceinline__ FixedRow(int* sum, int vectors) : sum(sum), vectors(vectors) {}
 
   // Rescales the row for terms of magnitudes up to `most`, given as the bits of a finite float.
-  __device__ __forceinline__ void make_room(unsigned most) {
+  __device__ __forceinline__ void rescale_for(unsigned most) {
     if (most >= limit) {
       const int raised = static_cast<int>(most >> 23) - 126;
       if (!empty) {
@@ -412,7 +412,7 @@ __device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, Quad<T, Id>>& chu
   }
   const unsigned most_of_team = OfTeam::max_of(__float_as_uint(most));
   if (most_of_team >= kInfinity) return false;
-  row.make_room(most_of_team);
+  row.rescale_for(most_of_team);
 #pragma unroll
   for (int u = 0; u < kAtOnce; ++u) {
     if (!kWhole && u >= count) continue;
@@ -439,7 +439,7 @@ __device__ __forceinline__ bool add_packed_chunk(const Chunk<kAtOnce, PackedQuad
   if (__any_sync(kFullWarp, most >= (row.empty ? 1 : row.limit))) {
     const unsigned most_of_team = OfTeam::max_of(most);
     if (most_of_team >= kInfinity) return false;
-    row.make_room(most_of_team);
+    row.rescale_for(most_of_team);
   }
 #pragma unroll
   for (int u = 0; u < kAtOnce; ++u) {
@@ -516,7 +516,7 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
     }
     if (Rows::kPacked) break;  // packed rows have at most 32 entries, so there is no other quad
   }
-  return fits && (row.empty || row.exponent > kLeastExponent);
+  return fits && (row.empty || row.exponent > kMinExponent);
 }
 
 // kAtOnce: quads that a lane has in flight. One quad leaves registers for kBlocks more warps. That is faster

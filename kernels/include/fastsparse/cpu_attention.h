@@ -31,8 +31,8 @@ FASTSPARSE_INLINE int padded(int count) {
 
 // exp with a relative error of 1e-7, for arguments that do not overflow; very small results may become 0.
 FASTSPARSE_INLINE float exponential(float x) {
-  constexpr float kRound = 0x1.8p23f, kLeast = -87;
-  const float clamped = x < kLeast ? kLeast : x;
+  constexpr float kRound = 0x1.8p23f, kMin = -87;
+  const float clamped = x < kMin ? kMin : x;
   const float shifted = clamped * 0x1.715476p0f + kRound;  // log2(e): whole numbers in the low bits
   const float whole = shifted - kRound;
   const float rest = (clamped - whole * 0x1.62e4p-1f) - whole * 0x1.7f7d1cp-20f;  // ln 2 in two terms
@@ -47,7 +47,7 @@ FASTSPARSE_INLINE float exponential(float x) {
   bits = (bits << 23) + 0x3f800000u;
   float scale;
   std::memcpy(&scale, &bits, sizeof scale);
-  return x < kLeast ? 0 : power * scale;
+  return x < kMin ? 0 : power * scale;
 }
 FASTSPARSE_INLINE double exponential(double x) { return std::exp(x); }
 

@@ -20,9 +20,9 @@ namespace fastsparse::cpu {
 // immediately, which takes a thread 1.9 ms per MB.
 inline void prefer_huge_pages(void* out, std::int64_t bytes, bool collapse = false) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr std::int64_t kLeast = 8 << 20;  // allocators reuse smaller blocks, which were touched before
+  constexpr std::int64_t kMin = 8 << 20;  // allocators reuse smaller blocks, which were touched before
   constexpr std::uintptr_t kPage = 2 << 20;
-  if (out == nullptr || bytes < kLeast) return;
+  if (out == nullptr || bytes < kMin) return;
   const auto address = reinterpret_cast<std::uintptr_t>(out);
   const std::uintptr_t begin = (address + kPage - 1) / kPage * kPage;
   const std::uintptr_t end = (address + static_cast<std::uintptr_t>(bytes)) / kPage * kPage;

@@ -104,7 +104,7 @@ class Given {
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
     // The address of a tensor with a freed storage is its offset in the storage. Checking the storage size of
     // every tensor would take 90 ns, 1.6 % of the host time of a small spmm.
-    if (address < kLeastAddress) check_memory();
+    if (address < kMinAddress) check_memory();
     return address;
   }
 
@@ -143,7 +143,7 @@ class Given {
  private:
   // Allocators return memory above 4 GiB, unless the program is linked to fixed addresses. Offsets in freed
   // storages are less than that unless the storage was larger.
-  static constexpr auto kLeastAddress = std::uintptr_t{1} << 32;
+  static constexpr auto kMinAddress = std::uintptr_t{1} << 32;
 
   // Checks that an object has the attribute of a tensor; otherwise raises an error.
   PyObject* known(PyObject* answer) const {
