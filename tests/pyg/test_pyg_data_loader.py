@@ -274,8 +274,8 @@ def check_or_same_error(graphs, options, device="cpu", all_stored=True) -> None:
         return
     ours = both(graphs, device, **options)[0]
     if all_stored:
-        parts = [part for store in ours._graphs._stores for _, part, _ in store.parts]
-        assert not any(isinstance(part, stored_graphs._ByPyG) for part in parts)
+        collators = [one for store in ours._graphs._stores for _, one, _ in store.collators]
+        assert not any(isinstance(one, stored_graphs._ByPyG) for one in collators)
     for got, original in zip(ours, expected, strict=True):
         if not any(isinstance(item, Tensor) and item.requires_grad for item in original.to_dict().values()):
             assert_same_batch(got, original)
