@@ -36,7 +36,7 @@ _IGNORED = (
 
 
 class DataLoader(dgl.dataloading.DataLoader):
-    """Drop-in replacement of :class:`dgl.dataloading.DataLoader`, on GPUs even if DGL lacks CUDA.
+    """Drop-in replacement of :class:`dgl.dataloading.DataLoader`, also on GPUs with a CPU build of DGL.
 
     With :class:`fastsparse_dgl.NeighborSampler` and ``device`` a GPU, neighbours are sampled on that GPU, on
     a separate stream, two batches ahead. The graph may be on the CPU, or on the GPU after

@@ -43,7 +43,7 @@ def tell_fallback(message: str, reason: str) -> None:
 
 
 class NeighborSampler(dgl.dataloading.NeighborSampler):
-    r"""Drop-in replacement of :class:`dgl.dataloading.NeighborSampler`, on GPUs even if DGL lacks CUDA.
+    r"""Drop-in replacement of :class:`dgl.dataloading.NeighborSampler`, also on GPUs with a CPU build of DGL.
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
     section 3.1. With :class:`fastsparse_dgl.DataLoader` and a GPU, it samples on the GPU. Otherwise it
