@@ -158,8 +158,20 @@ struct Message {
   }
 
   FASTSPARSE_INLINE void add_projected(const void* weight, A* to) const {
-    for (std::int64_t a = 0; a < input.edge_width; ++a) {
-      add_scaled(features[a], static_cast<const A*>(weight) + a * width, to, width);
+    const A* map = static_cast<const A*>(weight);
+    constexpr int kLanes = kVectorWidth<A>;
+    std::int64_t f = 0;
+    for (; f + kLanes <= width; f += kLanes) {  // sums stay in registers
+      Vector<A> sum, row;
+      load_vector<A>(to + f, sum);
+      for (std::int64_t a = 0; a < input.edge_width; ++a) {
+        load_vector<A>(map + a * width + f, row);
+        sum += features[a] * row;
+      }
+      store_vector<A>(sum, to + f);
+    }
+    for (; f < width; ++f) {
+      for (std::int64_t a = 0; a < input.edge_width; ++a) to[f] += features[a] * map[a * width + f];
     }
   }
 
@@ -223,8 +235,8 @@ FASTSPARSE_INLINE void add_to_maps(Message<A>& message, std::int64_t position, A
   add_row<A>(message.z, grad_weight + edge_width * width, width);
 }
 
-// Processes columns of A: gradients of their rows, of the edges of their entries and, for relu, of the maps if
-// `grad_weight` is not null.
+// Processes columns of A: gradients of their rows, of the edges of their entries and, for relu, of the maps
+// if `grad_weight` is not null.
 template <typename A>
 FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args, std::int64_t begin,
                                              std::int64_t end, A* grad_weight) {
@@ -270,7 +282,8 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
       if (args.grad_features == nullptr) continue;
       for (std::int64_t a = 0; a < edge_width; ++a) {
         A total = product(static_cast<const A*>(input.weight) + a * width, z, width);
-        if (message.gated) total += product<A>(static_cast<const A*>(input.of_value) + a * width, value, width);
+        if (message.gated)
+          total += product<A>(static_cast<const A*>(input.of_value) + a * width, value, width);
         static_cast<A*>(args.grad_features)[position * edge_width + a] = total;
       }
     }
