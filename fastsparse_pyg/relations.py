@@ -127,8 +127,13 @@ def relations_of(
 
     if index is not None:
         parts = (*parts, index[0])
-    options = (shape, num_relations, flow, None if index is None else index[1], drops_unknown, "relations")
+    options = options_of(shape, num_relations, flow, None if index is None else index[1], drops_unknown)
     return cast("Relations", lookup(key, parts, options, cast("Any", build)))
+
+
+def options_of(shape: tuple[int, int], num_relations: int, flow: str, *rest: Any) -> tuple[Any, ...]:
+    """What the structure depends on besides its tensors, for the cache."""
+    return shape, num_relations, flow, *(rest or (None, False)), "relations"
 
 
 def _in_recorded_step(

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastsparse_core import Adjacency, attention, edge_softmax, scatter, spmm
 from fastsparse_core.fused.attention_layer import ADDITIVE, attention_layer
 from fastsparse_core.fused.bias import add_bias
+from fastsparse_core.fused.edge_states import attend_by_edges
 from fastsparse_core.fused.head_scores import edge_scores, head_scores, map_to_scores
 from fastsparse_core.message_plans.ends import EdgeEnd, gather
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
@@ -183,6 +184,7 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
     Parameters, defaults, state_dict, repr and errors are the same as DGL's. The new edge features
     :math:`\mathbf{f}'` are stored, because they are a result. Softmax and sum, by
     :func:`fastsparse_core.edge_softmax` and :func:`fastsparse_core.spmm`, store one number per edge and head.
+    On the CPU, everything after the linear maps is one node of autograd's graph.
     Unlike in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency` or a block with one feature tensor,
     and features may be on a GPU while the graph is on the CPU.
 
@@ -235,13 +237,18 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
         self._check_in_degree(adjacency)
         destination = self._destination(graph, adjacency, source, given)
 
-        total = _on_edges(adjacency, self.fc_ni(source), self.fc_nj(destination)) + self.fc_fij(efeats)
+        of_src, of_dst, of_edge = self.fc_ni(source), self.fc_nj(destination), self.fc_fij(efeats)
         if self.bias is not None:
-            total = total + self.bias
-        edges = F.leaky_relu(total).unflatten(1, (self._num_heads, self._out_edge_feats))
+            of_edge = of_edge + self.bias
+        values, heads = self.fc_node_src(source), self._num_heads
+        if edge_weight is None and not get_attention:
+            whole = attend_by_edges(adjacency, of_src, of_dst, of_edge, self.attn, values)
+            if whole is not None:
+                return whole[1].unflatten(1, (heads, self._out_node_feats)), whole[0]
+        total = _on_edges(adjacency, of_src, of_dst) + of_edge
+        edges = F.leaky_relu(total).unflatten(1, (heads, self._out_edge_feats))
         alpha = edge_softmax(adjacency, (edges * self.attn).sum(-1))
         if edge_weight is not None:
             alpha = alpha * edge_factor(adjacency, alpha, edge_weight)
-        nodes = spmm(adjacency, self.fc_node_src(source), alpha)
-        nodes = nodes.unflatten(1, (self._num_heads, self._out_node_feats))
+        nodes = spmm(adjacency, values, alpha).unflatten(1, (heads, self._out_node_feats))
         return (nodes, edges, alpha[:, :, None]) if get_attention else (nodes, edges)

@@ -462,10 +462,11 @@ def raise_features(x: object, name: str = "x") -> NoReturn:
     )
 
 
-def known(edge_index: Tensor, options: Hashable) -> Adjacency | None:
+def known(edge_index: Tensor, options: Hashable, *others: Tensor) -> Any:
     """The cached structure of a plain edge tensor with these options; None if `lookup` has to search.
 
-    It returns the same as :func:`fastsparse_pyg.caching.lookup`, but takes less time on the host.
+    It returns the same as :func:`fastsparse_pyg.caching.lookup`, but takes less time on the host. The content
+    of ``others`` also decides the structure.
     """
     if type(edge_index) is not Tensor:
         return None
@@ -475,11 +476,15 @@ def known(edge_index: Tensor, options: Hashable) -> Adjacency | None:
         if latest is None:
             return None
     # `stamp_of` of a plain tensor, inlined.
-    if latest[1] != ((edge_index.data_ptr(), edge_index.stride(), stamp_attributes(edge_index)),):
+    stamp: tuple[Any, ...] = ((edge_index.data_ptr(), edge_index.stride(), stamp_attributes(edge_index)),)
+    for other in others:
+        if type(other) is not Tensor or other.is_inference():
+            return None
+        stamp += ((other.data_ptr(), other.stride(), stamp_attributes(other)),)
+    if latest[1] != stamp:
         return None
     layer_cache.hits += 1
-    adjacency: Adjacency = latest[2]
-    return adjacency
+    return latest[2]
 
 
 def are_few_on_gpu(edge_index: Any, times: int = 1) -> bool:

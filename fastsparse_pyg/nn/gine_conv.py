@@ -114,22 +114,21 @@ class FastGINEConv(AttentionConv, GINEConv):
         if type(edge_attr) is not Tensor or (eps is not None and eps.numel() != 1) or not is_plain_eager(x):
             return None
         weight = bias = None
-        expected = x.shape[1:]
+        width, num_features = x.shape[1], edge_attr.shape[1]
         if lin is not None:
             if not is_plain_linear(lin):
                 return None
             weight, bias = lin._parameters["weight"], lin._parameters["bias"]
-            expected = edge_attr.shape[1:]
-            if weight.shape != (x.shape[1], *expected) or expected[0] > MOST_FEATURES:
+            if weight.shape != (width, num_features) or num_features > MOST_FEATURES:
                 return None
-        if edge_attr.shape[1:] != expected:
+        elif num_features != width:
             return None
-        network = self.nn
+        network = state["_modules"].get("nn") or self.nn  # without the slow nn.Module.__getattr__
         first, rest = first_linear(network) if learned is None else (None, ())
         after = after_bias = None
         if first is not None:
             after, after_bias = first._parameters["weight"], first._parameters["bias"]
-            if after.shape[1] != x.shape[1]:
+            if after.shape[1] != width:
                 return None
         under = autocast_dtype(x) if is_any_autocast_enabled() else None
         if under is not None and lin is None and x.dtype.itemsize == 2 and edge_attr.dtype is torch.float32:

@@ -20,7 +20,7 @@ from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import lookup
 from fastsparse_pyg.graph import cure_of_ids, for_pyg, raise_graph
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import is_plain_linear, raise_features
+from fastsparse_pyg.nn.base import is_plain_linear, known, raise_features
 
 
 class FastHGTConv(AttentionConv, HGTConv):
@@ -143,7 +143,7 @@ class FastHGTConv(AttentionConv, HGTConv):
             return Adjacency.from_coo(torch.cat(rows), torch.cat(cols), (num_dst, num_src))
 
         options = ("hgt", tuple(sizes.items()), tuple(edge_index_dict))
-        return lookup(edges[0], edges, options, build)
+        return known(edges[0], options, *edges[1:]) or lookup(edges[0], edges, options, build)
 
     def _of_nodes(self, out: Tensor, x_dict: dict[NodeType, Tensor]) -> dict[NodeType, Tensor | None]:
         """The layer's result for every node type, from the aggregated messages, as in PyG."""

@@ -20,8 +20,8 @@ from fastsparse_core.segment import rows_of
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import FEW_ON_GPU, are_few_on_gpu, raise_features
-from fastsparse_pyg.relations import reason_against_relations, relations_of
+from fastsparse_pyg.nn.base import FEW_ON_GPU, are_few_on_gpu, known, raise_features
+from fastsparse_pyg.relations import options_of, reason_against_relations, relations_of
 
 #: On a GPU, all nodes are multiplied by all matrices at once, up to these numbers of nodes times relations
 #: and of nodes times output features. Otherwise each relation needs six products, whose launches would take
@@ -96,7 +96,9 @@ class FastRGATConv(AttentionConv, RGATConv):
             )
         assert isinstance(edge_index, Tensor)  # `_reason` has checked it
         num_nodes = x.size(0)
-        relations = relations_of(edge_index, edge_type, (num_nodes, num_nodes), self.num_relations, self.flow)
+        given = (num_nodes, num_nodes), self.num_relations, self.flow
+        relations = known(edge_index, options_of(*given), edge_type)
+        relations = relations or relations_of(edge_index, edge_type, *given)
         weight = self._weight()
         takes_every_pair = self._takes_every_pair(x, weight)
         relations = relations.with_every_pair if takes_every_pair else relations

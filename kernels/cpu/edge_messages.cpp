@@ -34,6 +34,22 @@ FASTSPARSE_INLINE void set_sum(const A* left, const A* right, A* __restrict to, 
   for (std::int64_t f = 0; f < width; ++f) to[f] = left[f] + right[f];
 }
 
+// <left, right>. Compilers would not use vectors for the sum, because that changes the order of its terms.
+template <typename A>
+FASTSPARSE_INLINE A product(const A* left, const A* right, std::int64_t width) {
+  constexpr int kLanes = kVectorWidth<A>;
+  Vector<A> sum = {}, l, r;
+  std::int64_t f = 0;
+  for (; f + kLanes <= width; f += kLanes) {
+    load_vector<A>(left + f, l);
+    load_vector<A>(right + f, r);
+    sum += l * r;
+  }
+  A total = sum_lanes<A, kLanes>(sum);
+  for (; f < width; ++f) total += left[f] * right[f];
+  return total;
+}
+
 // 1 + eps, rounded like PyTorch's sum.
 template <typename A>
 A one_plus(const void* eps, Dtype dtype) {
@@ -142,8 +158,20 @@ struct Message {
   }
 
   FASTSPARSE_INLINE void add_projected(const void* weight, A* to) const {
-    for (std::int64_t a = 0; a < input.edge_width; ++a) {
-      add_scaled(features[a], static_cast<const A*>(weight) + a * width, to, width);
+    const A* map = static_cast<const A*>(weight);
+    constexpr int kLanes = kVectorWidth<A>;
+    std::int64_t f = 0;
+    for (; f + kLanes <= width; f += kLanes) {  // sums stay in registers
+      Vector<A> sum, row;
+      load_vector<A>(to + f, sum);
+      for (std::int64_t a = 0; a < input.edge_width; ++a) {
+        load_vector<A>(map + a * width + f, row);
+        sum += features[a] * row;
+      }
+      store_vector<A>(sum, to + f);
+    }
+    for (; f < width; ++f) {
+      for (std::int64_t a = 0; a < input.edge_width; ++a) to[f] += features[a] * map[a * width + f];
     }
   }
 
@@ -196,10 +224,22 @@ FASTSPARSE_INLINE void send(const EdgeMessageArgs& args, std::int64_t row_begin,
   }
 }
 
-// Processes columns of A: gradients of their rows, and of the edges of their entries.
+// Adds an entry's terms to dW, and to dbias, which is stored after it; z has the gradient of the entry.
+template <typename A>
+FASTSPARSE_INLINE void add_to_maps(Message<A>& message, std::int64_t position, A* grad_weight) {
+  const std::int64_t width = message.width, edge_width = message.input.edge_width;
+  message.set_features(position);
+  for (std::int64_t a = 0; a < edge_width; ++a) {
+    add_scaled<A>(message.features[a], message.z, grad_weight + a * width, width);
+  }
+  add_row<A>(message.z, grad_weight + edge_width * width, width);
+}
+
+// Processes columns of A: gradients of their rows, of the edges of their entries and, for relu, of the maps
+// if `grad_weight` is not null.
 template <typename A>
 FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args, std::int64_t begin,
-                                             std::int64_t end) {
+                                             std::int64_t end, A* grad_weight) {
   const EdgeMessageInput& input = args.input;
   const Dtype dtype = input.dtype;
   const std::int64_t width = input.width, edge_width = input.edge_width;
@@ -237,16 +277,13 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
         where_positive(args.positive + position * args.sign_bytes, grad, z, width);
       }
       add_row<A>(z, grad_q, width);
+      if (grad_weight != nullptr) add_to_maps(message, position, grad_weight);
       if (args.grad_edge != nullptr) write_row<A>(z, width, args.grad_edge, dtype, position * width);
       if (args.grad_features == nullptr) continue;
       for (std::int64_t a = 0; a < edge_width; ++a) {
-        const A* weight = static_cast<const A*>(input.weight) + a * width;
-        A total = 0;
-        for (std::int64_t f = 0; f < width; ++f) total += weight[f] * z[f];
-        if (message.gated) {
-          const A* of_value = static_cast<const A*>(input.of_value) + a * width;
-          for (std::int64_t f = 0; f < width; ++f) total += of_value[f] * value[f];
-        }
+        A total = product(static_cast<const A*>(input.weight) + a * width, z, width);
+        if (message.gated)
+          total += product<A>(static_cast<const A*>(input.of_value) + a * width, value, width);
         static_cast<A*>(args.grad_features)[position * edge_width + a] = total;
       }
     }
@@ -285,14 +322,13 @@ FASTSPARSE_INLINE void differentiate_weights(const EdgeMessageBackwardArgs& args
       if (message.gated) {
         message.set_entry(args.a.col[entry], position);
         differentiate_gated<A>(grad, message.row(1), message.row(1), z, value, width);
+        for (std::int64_t a = 0; a < edge_width; ++a) {
+          add_scaled<A>(message.features[a], z, grad_weight + a * width, width);
+          add_scaled<A>(message.features[a], value, behind + a * width, width);
+        }
       } else {
-        message.set_features(position);
         where_positive(args.positive + position * args.sign_bytes, grad, z, width);
-        add_row<A>(z, behind, width);
-      }
-      for (std::int64_t a = 0; a < edge_width; ++a) {
-        add_scaled<A>(message.features[a], z, grad_weight + a * width, width);
-        if (message.gated) add_scaled<A>(message.features[a], value, behind + a * width, width);
+        add_to_maps(message, position, grad_weight);
       }
     }
   }
@@ -368,20 +404,24 @@ void edge_messages_backward(const EdgeMessageBackwardArgs& given, int threads) {
   EdgeMessageBackwardArgs args = given;
   lay_out(args.input);
   const std::int64_t groups = groups_of(args);
-  const std::int64_t size = size_of_group(args.input);
+  const std::int64_t size = size_of_group(args.input), columns = args.a_t.num_rows;
   with_sum_type(args.input.dtype, [&](auto type) {
     using A = decltype(type);
     std::vector<A> parts(groups * size);
+    // With relu, an entry has the same gradient in both passes, so the pass over columns computes everything.
+    const bool joined = groups > 0 && columns > 0 && args.input.message == EdgeMessage::kRelu;
+    const std::int64_t tasks = joined ? groups : (columns + kRowsPerTask - 1) / kRowsPerTask;
 #pragma omp parallel num_threads(threads) if (work(args.a, args.input) > kSerialWork)
     {
 #pragma omp for schedule(dynamic)
-      for (std::int64_t source = 0; source < args.a_t.num_rows; source += kRowsPerTask) {
+      for (std::int64_t task = 0; task < tasks; ++task) {
         for_this_machine([&]() FASTSPARSE_INLINED {
-          differentiate_columns<A>(args, source, std::min(source + kRowsPerTask, args.a_t.num_rows));
+          differentiate_columns<A>(args, columns * task / tasks, columns * (task + 1) / tasks,
+                                   joined ? parts.data() + task * size : nullptr);
         });
       }
 #pragma omp for schedule(dynamic)
-      for (std::int64_t group = 0; group < groups; ++group) {
+      for (std::int64_t group = 0; group < (joined ? 0 : groups); ++group) {
         for_this_machine([&]() FASTSPARSE_INLINED {
           differentiate_weights<A>(args, parts.data() + group * size, args.a.num_rows * group / groups,
                                    args.a.num_rows * (group + 1) / groups);

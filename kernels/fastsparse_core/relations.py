@@ -39,11 +39,17 @@ class Pairs:
     @property
     def index(self) -> Tensor:
         """:attr:`of_edge` in int64, for gathers."""
-        return self._memo.get("index", self.of_edge.long)
+        found: Tensor | None = self._memo.results.get("index")  # read here, which saves the call of `get`
+        return self._memo.get("index", self.of_edge.long) if found is None else found
 
     def find(self, *_: object) -> Segments:
         """The edges of every pair."""
-        return find_segments(self.index, None, len(self), self.index.numel())
+        found: Segments | None = self._memo.results.get("segments")
+        if found is None:
+            found = find_segments(self.index, None, len(self), self.of_edge.numel())
+            if recorded.current() is None:  # otherwise, they are valid only in this run of a captured step
+                self._memo.results["segments"] = found
+        return found
 
 
 class Relations:
@@ -75,7 +81,9 @@ class Relations:
     @property
     def dst_pairs(self) -> Pairs:
         """Pairs of a destination and a relation."""
-        return self._memo.get("dst_pairs", lambda: self._pairs(self.dst, self.shape[0]))
+        return self._memo.results.get("dst_pairs") or self._memo.get(
+            "dst_pairs", lambda: self._pairs(self.dst, self.shape[0])
+        )
 
     @property
     def src_pairs(self) -> Pairs:
@@ -100,15 +108,19 @@ class Relations:
     @property
     def with_every_pair(self) -> Relations:
         """The same edges with pairs of all nodes and relations; the pairs of a node are adjacent."""
-        return self._memo.get("with_every_pair", lambda: _WithEveryPair(self))
+        return self._memo.results.get("with_every_pair") or self._memo.get(
+            "with_every_pair", lambda: _WithEveryPair(self)
+        )
 
     @property
     def from_pairs(self) -> Adjacency:
         """Structure (destinations, pairs of sources)."""
-        pairs = self.src_pairs
-        return self._memo.get(
-            "from_pairs", lambda: Adjacency.from_coo(self.dst, pairs.of_edge, (self.shape[0], len(pairs)))
-        )
+
+        def build() -> Adjacency:
+            pairs = self.src_pairs
+            return Adjacency.from_coo(self.dst, pairs.of_edge, (self.shape[0], len(pairs)))
+
+        return self._memo.results.get("from_pairs") or self._memo.get("from_pairs", build)
 
     @property
     def between_pairs(self) -> Adjacency:
@@ -161,7 +173,9 @@ class Relations:
                 }
             elif isinstance(it, Pairs):
                 usage[str(name)] = it.node.nbytes + it.of_edge.nbytes
-                usage[str(name)] += sum(index.nbytes for index in it._memo.results.values())
+                for held in it._memo.results.values():
+                    sizes = (held.nbytes,) if isinstance(held, Tensor) else held.memory_usage().values()
+                    usage[str(name)] += sum(sizes)
             elif isinstance(it, Tensor):
                 usage[str(name)] = it.nbytes
         return usage

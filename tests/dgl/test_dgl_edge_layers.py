@@ -186,6 +186,14 @@ def test_features_may_be_written_after_gine(device):
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ATTENTION)
+def test_second_derivatives(name, device):
+    graph, layer = homogeneous(), edge_layers(name)[0].to(device).double()
+    given = (features(graph, WIDTH), weights(graph, EDGE_LAYERS[name][0]))
+    given = tuple(each.to(device).double().requires_grad_() for each in given)
+    assert torch.autograd.gradgradcheck(lambda *given: layer(graph, *given), given, fast_mode=True)
+
+
 @pytest.mark.parametrize("name", EDGE_LAYERS)
 def test_bad_input(name, device):
     graph = homogeneous()

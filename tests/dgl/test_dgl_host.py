@@ -10,10 +10,6 @@ from hook_cases import enabled
 
 #: Limits of a warm step on the CPU: number of Python frames, and of files that they belong to.
 LIMIT = (45, 12)
-#: Limits of layers that need more, as measured. Lower an entry when its layer needs less.
-MOST: dict[str, tuple[int, int]] = {
-    "EGATConv()-3": (91, 21),
-}
 
 
 def step_frames(case: Case, *, which: int = 1) -> tuple[int, int]:
@@ -32,9 +28,8 @@ def step_frames(case: Case, *, which: int = 1) -> tuple[int, int]:
 @each_case(CASES)
 def test_frames_of_a_warm_step(case: Case) -> None:
     frames, files = step_frames(case)
-    most = MOST.get(case.id, LIMIT)
-    assert frames <= most[0], (frames, files)
-    assert files <= most[1], (frames, files)
+    assert frames <= LIMIT[0], (frames, files)
+    assert files <= LIMIT[1], (frames, files)
 
 
 @each_case(CASES)

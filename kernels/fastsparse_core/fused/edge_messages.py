@@ -60,7 +60,11 @@ def can_pass_messages(
         and device == adj.col.device
         and adj.num_values < 2**32
         and dtype in dtypes
-        and (under in CAST or not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"))
+        and (
+            under in CAST
+            or not is_any_autocast_enabled()
+            or not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+        )
     ):
         return False
     if edge is not None and not (
@@ -190,7 +194,8 @@ class _Gine(torch.autograd.Function):
             ctx.save_for_backward(kept, None, None, None, None, matrix, summed)
         else:
             originals = (given if needs[2] else None, weight if needs[1] else None)
-            ctx.save_for_backward(kept, *originals, operands.edge, operands.maps, matrix, summed)
+            copy = None if operands.edge is originals[0] else operands.edge
+            ctx.save_for_backward(kept, *originals, copy, operands.maps, matrix, summed)
         return (out, summed) if summed is not None and needs[4] and True in needs[:4] else out
 
     @staticmethod
@@ -236,6 +241,7 @@ def _gine_gradients(ctx: Any, grad: Tensor | None, of_summed: Tensor | None) -> 
             for each, need, of in zip(found, needs, dtypes, strict=False)
         ]
         return (*again, grad_after, grad_after_bias)
+    edge_read = edge if edge_read is None else edge_read
     of_source: Tensor | None
     if not grad.is_cuda and (maps is None or not needs[1] or maps.dtype is dtype):
         grad, scale = grad if grad.stride(1) == 1 else launch.rows(grad), kept if has_root else None

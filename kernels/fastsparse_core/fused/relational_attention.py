@@ -23,8 +23,9 @@ from fastsparse_core.ops._attention_launch import ADDITIVE, Call, Wanted
 from fastsparse_core.ops._autocast import is_any_autocast_enabled, without_autocast
 from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE, DTYPE_CODE
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
-from fastsparse_core.ops._edge_rows import End, lift, sum_edges
+from fastsparse_core.ops._edge_rows import End, lift
 from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.ops._segment_launch import gather_rows, sum_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
 __all__ = ["relational_attention"]
@@ -75,9 +76,9 @@ def relational_attention(
         is_any_autocast_enabled()
         or x.dtype not in DTYPE_CODE
         or not is_plain_eager(x)
-        or policy.requested("attention", "auto") == "unfused"
+        or policy.eager_requests().get("attention") == "unfused"
         or (x.is_cuda and unsupported_reason(adj, ADDITIVE, x.dtype, *query.shape))
-        or drawn_by_replays(dropout_p)
+        or (dropout_p and drawn_by_replays(dropout_p))
     ):
         return None
     wrapped = False
@@ -85,7 +86,7 @@ def relational_attention(
         if type(each) not in PLAIN or each.dtype != x.dtype or each.device != x.device or each.is_neg():
             return None
         wrapped |= is_wrapped(each)
-    call = _Call(adj, pairs, negative_slope, *draw_seed(dropout_p))
+    call = _Call(adj, pairs, negative_slope, *(draw_seed(dropout_p) if dropout_p else (0.0, None)))
     if torch.is_grad_enabled():
         apply = _RelationalAttention.apply if wrapped else _apply
         out: Tensor = apply(*given, call)
@@ -104,12 +105,18 @@ def _operands(
     width, heads = weight.shape[2], query.shape[1]
     by_feature = weight.transpose(0, 1)
     joined = torch.cat((by_feature, by_feature @ key, by_feature @ query), 2).flatten(1)
-    columns = width + 2 * heads
-    # The original layer multiplies rows per edge, so rows of pairs without edges must not change gradients.
-    pairs = linear_before_sum(x, joined.t(), None, weight.shape[0], columns).view(-1, columns)
-    rows, of_src, of_dst = pairs.split((width, heads, heads), 1)
+    columns, parts = width + 2 * heads, (width, heads, heads)
     # The score of a destination depends on the relation, so it is added per edge.
-    (of_edge,) = lift((of_dst,), (call.pairs,))
+    if torch.is_grad_enabled():
+        # The original layer multiplies rows per edge, so rows of pairs without edges must not change
+        # gradients.
+        of_nodes = linear_before_sum(x, joined.t(), None, weight.shape[0], columns)
+        rows, of_src, of_dst = of_nodes.view(-1, columns).split(parts, 1)
+        (of_edge,) = lift((of_dst,), (call.pairs,))
+    else:
+        rows, of_src, of_dst = torch.mm(x, joined).view(-1, columns).split(parts, 1)
+        index = call.pairs.index
+        of_edge = gather_rows(of_dst, index) if x.is_cuda else of_dst.index_select(0, index)
     precise = ACCUMULATION_DTYPE[x.dtype]
     none = x.new_zeros(x.shape[0], heads, dtype=precise)
     return joined, (none, of_src.to(precise), rows, of_edge)
@@ -133,7 +140,9 @@ class _RelationalAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients = _gradients if is_first_derivative(grad) else _differentiable
-        return (*without_autocast(gradients, ctx, grad), None)
+        if is_any_autocast_enabled():
+            return (*without_autocast(gradients, ctx, grad), None)
+        return (*gradients(ctx, grad), None)
 
 
 _apply = direct(_RelationalAttention)
@@ -147,7 +156,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_src, of_rows, of_edge = found.src, found.v, found.bias
     assert of_rows is not None
     assert of_edge is not None
-    of_dst, dtype = sum_edges(of_edge, pairs, adj.num_src), x.dtype
+    of_dst, dtype = sum_rows(of_edge, pairs.find(), "sum"), x.dtype
     of_pairs = torch.cat((of_rows, of_src.to(dtype), of_dst.to(dtype)), 1)
     (num_relations, width, rows), heads, columns = weight.shape, query.shape[1], of_pairs.shape[1]
     of_pairs = of_pairs.view(x.shape[0], -1)

@@ -214,7 +214,9 @@ def _backward_on_cpu(adj: Adjacency, call: Call, grad: Tensor, lse: Tensor, want
     grad_att = None if att is None else att.new_empty(att.shape)
     work = None
     if edge is not None or bias is not None:
-        work = edge_workspace(adj, adj.num_values, call.heads, 2, dtype=lse.dtype)
+        is_whole = adj.num_values == adj.col.numel() and not adj.is_padded
+        make = lse.new_empty if is_whole else lse.new_zeros  # zeros if some values have no entry
+        work = make((adj.num_values, call.heads, 2))
     grad_edge = empty_values(adj, edge) if edge is not None and wanted.edge else None
     grad_weight = None
     if edge_weight is not None and wanted.edge_weight:
@@ -226,7 +228,7 @@ def _backward_on_cpu(adj: Adjacency, call: Call, grad: Tensor, lse: Tensor, want
     _C.attention_csr_backward(arguments, structure, grad, *gradients, torch.get_num_threads())
     grad_bias = None
     if bias is not None and wanted.bias and work is not None:
-        grad_bias = cast(work[:, :, 1].contiguous(), bias.dtype)
+        grad_bias = torch.empty_like(bias).copy_(work[:, :, 1])
     if edge is None and given.edge is not None and given.edge_weight is not None:  # features of width 0
         grad_edge, grad_weight = torch.empty_like(given.edge), torch.empty_like(given.edge_weight)
     return Gradients(grad_dst, grad_src, grad_v, grad_att, grad_edge, grad_weight, grad_bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from fastsparse_core import policy
@@ -24,6 +25,8 @@ from fastsparse_core.ops._eager import PLAIN
 from fastsparse_core.ops._operands import num_heads
 from fastsparse_core.ops.edge_softmax import edge_softmax
 from fastsparse_core.structure.adjacency import Adjacency
+
+_is_compiling = torch.compiler.is_compiling
 
 
 def attention(
@@ -90,7 +93,10 @@ def attention(
         >>> attention(adj, q, k, v).shape
         torch.Size([2, 4, 8])
     """
-    algorithm = policy.requested("attention", algorithm)
+    if algorithm == "auto" and not _is_compiling():
+        algorithm = policy.eager_requests().get("attention", "auto")
+    else:
+        algorithm = policy.requested("attention", algorithm)
     if (
         bias is None
         and edge_attr is None

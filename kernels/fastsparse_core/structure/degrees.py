@@ -33,7 +33,10 @@ class Degrees(RowFormats):
 
     def has_empty_rows(self) -> bool:
         """Whether some destination has no edge (read from the device once)."""
-        return self._of_rows.get("has_empty_rows", lambda: (bool((self.in_degree() == 0).any()),))[0]
+        found: tuple[bool] = self._of_rows.results.get("has_empty_rows") or self._of_rows.get(
+            "has_empty_rows", lambda: (bool((self.in_degree() == 0).any()),)
+        )
+        return found[0]
 
     def is_empty_row(self) -> Tensor:
         """Which destinations have no edge, bool (num_dst,)."""
