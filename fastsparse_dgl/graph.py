@@ -47,6 +47,9 @@ def adjacency_from_index(index: Any, device: torch.device) -> Adjacency:
     Args:
         index: ``graph._graph``.
         device: device of the result.
+
+    Raises:
+        ValueError: edges start or end at nodes that the graph does not have.
     """
     source_type, target_type = index.metagraph.find_edge(0)
     shape = (index.num_nodes(target_type), index.num_nodes(source_type))
@@ -61,13 +64,21 @@ def adjacency_from_index(index: Any, device: torch.device) -> Adjacency:
     )
     stored = index.adjacency_matrix_tensors(0, layout == "csc", "coo" if layout == "coo" else "csr")
     tensors = [tensor.to(device) for tensor in stored[2:]]
-    if layout == "coo":
-        src, dst = tensors
-        return Adjacency.from_coo(dst, src, shape)
-    pointer, neighbour, edge_id = tensors
-    make = Adjacency.from_csr if layout == "csc" else Adjacency.from_csc
-    # If the edge ids are 0, 1, 2, ..., DGL leaves them out (length 0).
-    return make(pointer, neighbour, shape, edge_id=edge_id if edge_id.numel() else None)
+    try:
+        if layout == "coo":
+            src, dst = tensors
+            return Adjacency.from_coo(dst, src, shape)
+        pointer, neighbour, edge_id = tensors
+        make = Adjacency.from_csr if layout == "csc" else Adjacency.from_csc
+        # If the edge ids are 0, 1, 2, ..., DGL leaves them out (length 0).
+        return make(pointer, neighbour, shape, edge_id=edge_id if edge_id.numel() else None)
+    except ValueError as error:
+        # DGL checks ids of the graphs that users make, so these come from its own functions.
+        raise ValueError(
+            f"graph: expected edges between its {shape[1]} sources and {shape[0]} destinations ({error}). "
+            "dgl.to_block returns such a block if edges end outside of its argument `dst_nodes`, and so do "
+            "DGL's samplers with edge_dir='out'. Use dgl.reverse(graph, copy_edata=True) and edge_dir='in'"
+        ) from error
 
 
 def inv_degree_with_self(adjacency: Adjacency, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -24,6 +24,10 @@ from fastsparse_dgl.graph import GraphLike
 from fastsparse_dgl.sampled_block import SampledBlock
 
 _logger = logging.getLogger("fastsparse_dgl")
+_INSTEAD_OF_OUT = (
+    "Pass dgl.reverse(graph, copy_edata=True) to a sampler with edge_dir='in', or take the sampled edges "
+    "themselves from dgl.sampling.sample_neighbors(graph, ids, fanout, edge_dir='out')"
+)
 #: Reason for falling back to DGL's sampler for graphs on a GPU. DGL is as fast there, so it is no warning.
 ON_GPU = "the graph is on a GPU, where DGL can sample"
 
@@ -51,7 +55,9 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
     samples neighbours for all nodes found so far, not only for new ones. Random numbers come from PyTorch's
     generator, so ``torch.manual_seed`` makes batches repeatable.
 
-    DGL's own code runs for ``edge_dir="out"`` and for excluded edges.
+    DGL's own code runs for ``edge_dir="out"`` and for excluded edges. With ``edge_dir="out"``, its blocks can
+    have node ids that are out of range, on which DGL's layers write outside of their memory. Such a block is
+    an error here. To sample outgoing edges, pass ``dgl.reverse(graph)`` to a sampler with ``edge_dir="in"``.
 
     Args:
         fanouts: number of neighbours per layer, starting with the first layer; -1: all. An item may be a dict
@@ -61,7 +67,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         others: as in DGL.
 
     Raises:
-        ValueError: fan-outs or weights do not fit the graph. The error is raised when sampling begins.
+        ValueError: fan-outs or weights do not fit the graph, or a block with ``edge_dir="out"`` has node ids
+            that are out of range. The error is raised when sampling begins.
 
     Example:
         >>> import dgl, torch
@@ -83,11 +90,18 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
             g: the graph to sample from.
             seed_nodes: ids (num_seeds,), or a dict from node types to ids.
             exclude_eids: ids of edges that must not be sampled. If they are given, DGL's own code runs.
+
+        Raises:
+            ValueError: as for the class.
         """
         reason = self.why_not(g, exclude_eids)
         if reason:
             tell_fallback("NeighborSampler falls back to DGL's sampler", reason)
-            return super().sample_blocks(g, seed_nodes, exclude_eids)
+            sample = super().sample_blocks(g, seed_nodes, exclude_eids)
+            if self.edge_dir != "in":
+                for block in sample[2]:
+                    _check_outgoing(block)
+            return sample
         return self.finish(g, self.start(g, seed_nodes, g.device), seed_nodes)
 
     def why_not(self, g: GraphLike, exclude_eids: Any = None) -> str:
@@ -102,7 +116,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         if g.device.type != "cpu" and not is_held_on_gpu(g):
             return ON_GPU
         if self.edge_dir != "in":
-            return f"edge_dir={self.edge_dir!r} is not supported. Use edge_dir='in'"
+            return f"edge_dir={self.edge_dir!r} is not supported. {_INSTEAD_OF_OUT}"
         if exclude_eids is None:
             return ""
         return (
@@ -263,6 +277,24 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: item for name, item in self.__dict__.items() if name not in ("_cores", "_reads")}
+
+
+def _check_outgoing(block: Any) -> None:
+    """Raises a ValueError if an edge of DGL's block starts or ends outside of the block.
+
+    DGL makes blocks of outgoing edges as if they were incoming: the seeds are the destinations, although the
+    edges end at neighbours. Neighbours that are no seeds get the id -1. DGL's fused sampler exchanges the
+    numbers of sources and destinations instead.
+    """
+    for etype in block.canonical_etypes:
+        counts = block.num_src_nodes(etype[0]), block.num_dst_nodes(etype[2])
+        for side, ids, count in zip(("start", "end"), block.edges(etype=etype), counts, strict=True):
+            if ids.numel() and (ids.min() < 0 or ids.max() >= count):
+                raise ValueError(
+                    f"edge_dir='out': DGL's sampler made a block with edges of type {etype} that {side} at "
+                    f"nodes {int(ids.min())} to {int(ids.max())}, but the block has nodes 0 to {count - 1} "
+                    f"there. DGL's layers would write outside of their memory. {_INSTEAD_OF_OUT}"
+                )
 
 
 class MultiLayerFullNeighborSampler(NeighborSampler, dgl.dataloading.MultiLayerFullNeighborSampler):

@@ -278,7 +278,7 @@ def test_torch_seeds_blocks(device):
 def test_what_is_left_to_dgl(reasons):
     graph = with_data()
     sampler = fastsparse_dgl.NeighborSampler([2], edge_dir="out")
-    sampler.sample_blocks(graph, torch.tensor([1, 2]))
+    sampler.sample_blocks(graph, torch.arange(30))
     fastsparse_dgl.NeighborSampler([2], fused=False).sample_blocks(
         graph, torch.tensor([1, 2]), exclude_eids=torch.tensor([0])
     )
@@ -287,6 +287,30 @@ def test_what_is_left_to_dgl(reasons):
     (excluded,) = (message for message in told if "excluded edges are not supported" in message)
     assert "Leave out `exclude` only" in excluded
     assert ("runs on the CPU" in excluded) is torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("typed", [False, True])
+def test_invalid_blocks_of_outgoing_edges(typed, num_threads, monkeypatch):
+    # DGL takes its fused sampler if it has several threads. Both samplers make blocks whose edges end at
+    # nodes that the block does not have, and DGL's layers write to these nodes.
+    monkeypatch.setattr(dgl.dataloading.neighbor_sampler, "get_num_threads", lambda: num_threads)
+    graph = hetero() if typed else with_data()
+    seeds = {"author": torch.tensor([3]), "paper": torch.tensor([1])} if typed else torch.tensor([3])
+    sampler = fastsparse_dgl.NeighborSampler([-1], edge_dir="out")
+    with pytest.raises(ValueError, match=r"^edge_dir='out': DGL's sampler made a block .*dgl\.reverse"):
+        sampler.sample_blocks(graph, seeds)
+    for workers in (0, 1):
+        with pytest.raises(ValueError, match=r"edge_dir='out': DGL's sampler made a block"):
+            list(fastsparse_dgl.DataLoader(graph, seeds, sampler, batch_size=2, num_workers=workers))
+
+
+@pytest.mark.parametrize("make", [fastsparse_dgl.FastGraphConv, fastsparse_dgl.FastGATConv])
+def test_layers_refuse_edges_to_missing_nodes(make):
+    block = dgl.to_block(dgl.graph(([0, 1], [1, 2])), torch.tensor([0, 1]))
+    layer = make(6, 4, **({"num_heads": 1} if make is fastsparse_dgl.FastGATConv else {}))
+    with pytest.raises(ValueError, match=r"^graph: expected edges between its 2 sources.* from -1 to 1\)"):
+        layer(block, torch.randn(2, 6))
 
 
 @pytest.mark.gpu
