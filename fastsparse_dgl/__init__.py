@@ -11,7 +11,6 @@ from fastsparse_core import CBSR, Adjacency, MaxK, __version__
 from fastsparse_core.layer_swap import no_such_name as _no_such_name
 from fastsparse_core.lazy import extend as _extend
 from fastsparse_core.lazy import lazy_name as _lazy_name
-from fastsparse_dgl import nn as _nn
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
 from fastsparse_dgl.compat import dgl as _dgl
 from fastsparse_dgl.dataloading import (
@@ -21,8 +20,6 @@ from fastsparse_dgl.dataloading import (
     NeighborSampler,
 )
 from fastsparse_dgl.hooks import disable, enable, is_enabled
-from fastsparse_dgl.layer_swap import accelerate, restore
-from fastsparse_dgl.nn import *  # noqa: F403
 from fastsparse_dgl.sampled_block import SampledBlock
 
 __all__ = [
@@ -49,14 +46,37 @@ __all__ = [
     "restore",
     "why",
 ]
-__all__ += _nn.__all__
+#: The names of `nn`, a list of its own so that `nn` need not be imported.
+_LAYERS = [
+    "FastAGNNConv",
+    "FastDotGatConv",
+    "FastEGATConv",
+    "FastEdgeGATConv",
+    "FastGATConv",
+    "FastGATv2Conv",
+    "FastGCNConv",
+    "FastGINConv",
+    "FastGINEConv",
+    "FastGatedGCNConv",
+    "FastGraphConv",
+    "FastHeteroGraphConv",
+    "FastMaxKGraphConv",
+    "FastMaxKSAGEConv",
+    "FastPNAConv",
+    "FastSAGEConv",
+    "GraphTransformerLayer",
+]
+__all__ += _LAYERS
 
 #: Name -> module that is imported when the name is first used.
-_LAZY = {
+_LAZY = dict.fromkeys(_LAYERS, "fastsparse_dgl.nn") | {
     "Explanation": "fastsparse_dgl.explanation",
     "Explanations": "fastsparse_dgl.explanation",
+    "accelerate": "fastsparse_dgl.layer_swap",
     "capture": "fastsparse_core.capturing",
     "inference": "fastsparse_dgl.exact_inference",
+    "nn": "fastsparse_dgl.nn",
+    "restore": "fastsparse_dgl.layer_swap",
     "why": "fastsparse_dgl.explanation",
 }
 _extend("fastsparse_core.capturing", "fastsparse_dgl.captured_graphs")  # registers DGL's objects
@@ -65,6 +85,8 @@ if TYPE_CHECKING:  # with a module-level __getattr__, type checkers accept every
     from fastsparse_core.capturing import capture
     from fastsparse_dgl.exact_inference import inference
     from fastsparse_dgl.explanation import Explanation, Explanations, why
+    from fastsparse_dgl.layer_swap import accelerate, restore
+    from fastsparse_dgl.nn import *  # noqa: F403
 else:
 
     def __getattr__(name: str) -> object:

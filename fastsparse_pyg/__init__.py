@@ -16,14 +16,10 @@ from fastsparse_core import CBSR, Adjacency, MaxK, __version__
 from fastsparse_core.layer_swap import no_such_name as _no_such_name
 from fastsparse_core.lazy import extend as _extend
 from fastsparse_core.lazy import lazy_name as _lazy_name
-from fastsparse_pyg import nn as _nn
 from fastsparse_pyg.caching import cache_info, clear_cache
 from fastsparse_pyg.hooks import disable, enable, is_enabled
-from fastsparse_pyg.layer_swap import accelerate, restore
 from fastsparse_pyg.loader import DataLoader, LinkNeighborLoader, NeighborLoader
-from fastsparse_pyg.nn import *  # noqa: F403
 from fastsparse_pyg.preparation import prepare
-from fastsparse_pyg.verification import VerificationError
 
 __all__ = [
     "CBSR",
@@ -49,14 +45,54 @@ __all__ = [
     "tiled",
     "why",
 ]
-__all__ += _nn.__all__
+#: The names of `nn`, a list of its own so that `nn` need not be imported.
+_LAYERS = [
+    "FastAGNNConv",
+    "FastAPPNP",
+    "FastARMAConv",
+    "FastChebConv",
+    "FastClusterGCNConv",
+    "FastFastRGCNConv",
+    "FastGATConv",
+    "FastGATv2Conv",
+    "FastGCN2Conv",
+    "FastGCNConv",
+    "FastGINConv",
+    "FastGINEConv",
+    "FastGatedGraphConv",
+    "FastGraphConv",
+    "FastHGTConv",
+    "FastHypergraphConv",
+    "FastLGConv",
+    "FastLabelPropagation",
+    "FastLightGCN",
+    "FastMFConv",
+    "FastMaxKGCNConv",
+    "FastMaxKSAGEConv",
+    "FastMixHopConv",
+    "FastPNAConv",
+    "FastRGATConv",
+    "FastRGCNConv",
+    "FastResGatedGraphConv",
+    "FastSAGEConv",
+    "FastSGConv",
+    "FastSSGConv",
+    "FastTAGConv",
+    "FastTransformerConv",
+    "GraphTransformerLayer",
+]
+__all__ += _LAYERS
 
 #: Name -> module that is imported when the name is first used.
-_LAZY = {
+_LAZY = dict.fromkeys(_LAYERS, "fastsparse_pyg.nn") | {
     "Explanation": "fastsparse_pyg.explanation",
     "Explanations": "fastsparse_pyg.explanation",
+    "VerificationError": "fastsparse_pyg.verification",
+    "accelerate": "fastsparse_pyg.layer_swap",
     "capture": "fastsparse_core.capturing",
     "inference": "fastsparse_pyg.exact_inference",
+    "nn": "fastsparse_pyg.nn",
+    "restore": "fastsparse_pyg.layer_swap",
     "tiled": "fastsparse_pyg.tiling",
     "why": "fastsparse_pyg.explanation",
 }
@@ -66,7 +102,10 @@ if TYPE_CHECKING:  # with a module-level __getattr__, type checkers accept every
     from fastsparse_core.capturing import capture
     from fastsparse_pyg.exact_inference import inference
     from fastsparse_pyg.explanation import Explanation, Explanations, why
+    from fastsparse_pyg.layer_swap import accelerate, restore
+    from fastsparse_pyg.nn import *  # noqa: F403
     from fastsparse_pyg.tiling import tiled
+    from fastsparse_pyg.verification import VerificationError
 else:
 
     def __getattr__(name: str) -> object:

@@ -14,16 +14,33 @@ ENABLE = {
     "torch_geometric": "import fastsparse_pyg; fastsparse_pyg.enable()",
     "dgl": "import fastsparse_dgl; fastsparse_dgl.enable()",
 }
-_ALWAYS_LATE = ("capturing", "distributed", "exact_inference", "explanation", "export", "self_check")
+_ALWAYS_LATE = (
+    "capturing",
+    "distributed",
+    "exact_inference",
+    "explanation",
+    "export",
+    "self_check",
+    "tiling",
+)
 #: Package that the script uses -> modules of the core that are not imported at its start.
 LATE = {
-    "torch": (*_ALWAYS_LATE, "fused", "graph_store", "layer_swap", "message_plans", "sampling", "tiling"),
-    "torch_geometric": _ALWAYS_LATE,
-    "dgl": (*_ALWAYS_LATE, "tiling"),
+    "torch": (*_ALWAYS_LATE, "fused", "graph_store", "layer_swap", "message_plans", "sampling"),
+    "torch_geometric": (*_ALWAYS_LATE, "fused", "message_plans"),
+    "dgl": _ALWAYS_LATE,
 }
 LATE_OF_PLUGINS = {
-    "fastsparse_pyg": ["captured_batches", "compat", "exact_inference", "explanation", "tiling"],
-    "fastsparse_dgl": ["captured_graphs", "exact_inference", "explanation"],
+    "fastsparse_pyg": [
+        "captured_batches",
+        "compat",
+        "exact_inference",
+        "explanation",
+        "layer_swap",
+        "nn",
+        "tiling",
+        "verification",
+    ],
+    "fastsparse_dgl": ["captured_graphs", "exact_inference", "explanation", "layer_swap", "nn"],
 }
 
 
@@ -111,3 +128,63 @@ if __name__ == "__main__":
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert done.stdout == "[True]\n", done.stderr
+
+
+@pytest.mark.parametrize("plugin", ["fastsparse_pyg", "fastsparse_dgl"])
+def test_the_names_of_layers_are_those_of_the_module(plugin):
+    package = pytest.importorskip(plugin)
+    assert package.nn.__all__ == package._LAYERS
+    assert set(package._LAYERS) < set(package.__all__)
+
+
+def test_the_layers_that_dgl_s_hooks_replace_are_those_with_drop_ins():
+    nn = pytest.importorskip("fastsparse_dgl").nn
+    from fastsparse_dgl.compat import dgl
+    from fastsparse_dgl.hooks import table
+
+    installed = {name for name in table.ORIGINALS if hasattr(dgl.nn, name)}
+    assert {original.__name__ for original in nn.DROP_INS} == installed
+
+
+FIRST_CALLS = """
+import threading
+import torch
+from torch_geometric.nn import GCNConv
+import fastsparse_pyg
+fastsparse_pyg.enable()
+import sys
+layers = [GCNConv(4, 4) for _ in range(8)]
+edge_index, x = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.randn(3, 4)
+assert "fastsparse_pyg.nn" not in sys.modules
+results = [None] * 8
+def call(number):
+    results[number] = layers[number](x, edge_index)
+threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert [type(layer).__name__ for layer in layers] == ["FastGCNConv"] * 8
+fastsparse_pyg.disable()
+assert [type(layer) for layer in layers] == [GCNConv] * 8
+for layer, result in zip(layers, results):
+    torch.testing.assert_close(layer(x, edge_index), result)
+print("done")
+"""
+
+
+def test_first_calls_of_layers_in_threads():
+    pytest.importorskip("torch_geometric")
+    assert run(FIRST_CALLS) == "done\n"
+
+
+def test_a_drop_in_that_is_called_before_any_other_layer_stays_one():
+    pytest.importorskip("torch_geometric")
+    code = """
+import torch
+import fastsparse_pyg
+fastsparse_pyg.enable(report=True)
+layer = fastsparse_pyg.FastGCNConv(4, 4)
+layer(torch.randn(3, 4), torch.tensor([[0, 1, 2], [1, 2, 0]]))
+fastsparse_pyg.disable()
+print(type(layer).__name__)
+"""
+    assert run(code) == "FastGCNConv\n"
