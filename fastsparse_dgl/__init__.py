@@ -7,10 +7,10 @@ Importing this package imports DGL, and also makes DGL 2.x importable with newer
 
 from typing import TYPE_CHECKING
 
-from fastsparse_core import CBSR, Adjacency, MaxK, __version__, capture
+from fastsparse_core import CBSR, Adjacency, MaxK, __version__
 from fastsparse_core.layer_swap import no_such_name as _no_such_name
-from fastsparse_dgl import captured_graphs as _captured_graphs  # noqa: F401  (registers DGL's objects)
-from fastsparse_dgl import nn as _nn
+from fastsparse_core.lazy import extend as _extend
+from fastsparse_core.lazy import lazy_name as _lazy_name
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
 from fastsparse_dgl.compat import dgl as _dgl
 from fastsparse_dgl.dataloading import (
@@ -19,11 +19,7 @@ from fastsparse_dgl.dataloading import (
     MultiLayerFullNeighborSampler,
     NeighborSampler,
 )
-from fastsparse_dgl.exact_inference import inference
-from fastsparse_dgl.explanation import Explanation, Explanations, why
 from fastsparse_dgl.hooks import disable, enable, is_enabled
-from fastsparse_dgl.layer_swap import accelerate, restore
-from fastsparse_dgl.nn import *  # noqa: F403
 from fastsparse_dgl.sampled_block import SampledBlock
 
 __all__ = [
@@ -50,9 +46,53 @@ __all__ = [
     "restore",
     "why",
 ]
-__all__ += _nn.__all__
+#: The names of `nn`, a list of its own so that `nn` need not be imported.
+_LAYERS = [
+    "FastAGNNConv",
+    "FastDotGatConv",
+    "FastEGATConv",
+    "FastEdgeGATConv",
+    "FastGATConv",
+    "FastGATv2Conv",
+    "FastGCNConv",
+    "FastGINConv",
+    "FastGINEConv",
+    "FastGatedGCNConv",
+    "FastGraphConv",
+    "FastHeteroGraphConv",
+    "FastMaxKGraphConv",
+    "FastMaxKSAGEConv",
+    "FastPNAConv",
+    "FastSAGEConv",
+    "GraphTransformerLayer",
+]
+__all__ += _LAYERS
 
-if not TYPE_CHECKING:  # with a module-level __getattr__, type checkers accept every misspelt name
+#: Name -> module that is imported when the name is first used.
+_LAZY = dict.fromkeys(_LAYERS, "fastsparse_dgl.nn") | {
+    "Explanation": "fastsparse_dgl.explanation",
+    "Explanations": "fastsparse_dgl.explanation",
+    "accelerate": "fastsparse_dgl.layer_swap",
+    "capture": "fastsparse_core.capturing",
+    "inference": "fastsparse_dgl.exact_inference",
+    "nn": "fastsparse_dgl.nn",
+    "restore": "fastsparse_dgl.layer_swap",
+    "why": "fastsparse_dgl.explanation",
+}
+_extend("fastsparse_core.capturing", "fastsparse_dgl.captured_graphs")  # registers DGL's objects
+
+if TYPE_CHECKING:  # with a module-level __getattr__, type checkers accept every misspelt name
+    from fastsparse_core.capturing import capture
+    from fastsparse_dgl.exact_inference import inference
+    from fastsparse_dgl.explanation import Explanation, Explanations, why
+    from fastsparse_dgl.layer_swap import accelerate, restore
+    from fastsparse_dgl.nn import *  # noqa: F403
+else:
 
     def __getattr__(name: str) -> object:
+        if name in _LAZY:
+            return _lazy_name(__name__, _LAZY, name)
         raise _no_such_name(__name__, name, _dgl.nn, "after enable(), FastSparse's operators run DGL's")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LAZY})

@@ -7,6 +7,7 @@ from typing import Any
 from torch.nn import Module
 
 from fastsparse_core import layer_swap as core
+from fastsparse_dgl.first_calls import FIRST_CALLS
 from fastsparse_dgl.nn import DROP_INS, FastPNAConv
 from fastsparse_dgl.nn.base import AggregationMixin
 from fastsparse_dgl.nn.pna_conv import why_no_kernel
@@ -111,5 +112,4 @@ def _why_not(layer: Any, drop_in: type[Module]) -> str:
 
 
 _RULES: Any = {"why_not": _why_not, "is_generated": lambda klass, name: False, "any_layer": None}
-#: The layers that `enable()` turned into drop-ins at their first call.
-FIRST_CALLS = core.FirstCalls("DGL", DROP_INS, (AggregationMixin, *DROP_INS.values()), kernel_of, _RULES)
+FIRST_CALLS.define(DROP_INS, (AggregationMixin, *DROP_INS.values()), kernel_of, _RULES)

@@ -12,7 +12,6 @@ from torch_geometric.data.data import BaseData
 from torch_geometric.typing import SparseTensor
 
 from fastsparse_core import Adjacency, traced
-from fastsparse_core.distributed import PartitionedAdjacency
 from fastsparse_core.graph_store import BatchEdges
 from fastsparse_core.log import range_text, warn_once
 from fastsparse_core.ops._dtypes import accumulation_dtype
@@ -411,8 +410,8 @@ def caller_edges(adj: Adjacency) -> tuple[Tensor, Tensor]:
 
 def with_self_loops(adj: Adjacency, kind: str) -> Adjacency:
     """The structure with a self loop on every node; the order of the edge values does not change."""
-    if isinstance(adj, PartitionedAdjacency):
-        return adj.with_self_loops(kind)  # type: ignore[arg-type]
+    if adj.is_partitioned:
+        return adj.with_self_loops(kind)  # type: ignore[attr-defined]
     row, col = caller_edges(adj)
     return Adjacency.from_coo(row, col, adj.shape, self_loops=kind)  # type: ignore[arg-type]
 

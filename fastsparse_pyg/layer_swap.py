@@ -8,6 +8,7 @@ from torch.nn import Module
 from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core import layer_swap as core
+from fastsparse_pyg.first_calls import FIRST_CALLS
 from fastsparse_pyg.nn import DROP_INS, FastPNAConv
 from fastsparse_pyg.nn.any_layer import AnyLayer, accelerated_class
 from fastsparse_pyg.nn.base import MESSAGE_METHODS, FastConv
@@ -175,5 +176,4 @@ def _is_generated(klass: type, name: str) -> bool:
 
 
 _RULES: Any = {"why_not": _why_not, "is_generated": _is_generated, "any_layer": _any_layer}
-#: The layers that `enable()` turned into drop-ins at their first call.
-FIRST_CALLS = core.FirstCalls("PyG", DROP_INS, (AnyLayer, FastConv), kernel_of, _RULES)
+FIRST_CALLS.define(DROP_INS, (AnyLayer, FastConv), kernel_of, _RULES)

@@ -9,9 +9,9 @@ from fastsparse_core.locks import ForkSafeLock
 from fastsparse_dgl import device_graph
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.dataloading import GraphDataLoader
+from fastsparse_dgl.first_calls import FIRST_CALLS
 from fastsparse_dgl.hooks import table
 from fastsparse_dgl.hooks.recording import recorded
-from fastsparse_dgl.layer_swap import FIRST_CALLS
 
 _lock = ForkSafeLock()
 _installed: list[replacement.Change] = []

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from fastsparse_core.replacement import Hook, problems
 from fastsparse_dgl import dataloading, device_graph
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.first_calls import FIRST_CALLS
 from fastsparse_dgl.graph import DGLError
 from fastsparse_dgl.hooks import degrees, operators, user_functions
-from fastsparse_dgl.layer_swap import FIRST_CALLS
-from fastsparse_dgl.nn import DROP_INS
 
 #: Versions of DGL that the table was made for and is tested with.
 VERSIONS = ("2.1.0", "1.1.3")
@@ -114,10 +114,27 @@ LOADERS = tuple(
     for name in dataloading.__all__
 )
 
-#: Layers with a drop-in, which they become at their first call.
+#: DGL's layers with a drop-in, by name: importing the drop-ins would take as long as all other modules.
+ORIGINALS = (
+    "AGNNConv",
+    "DotGatConv",
+    "EGATConv",
+    "EdgeGATConv",
+    "GATConv",
+    "GATv2Conv",
+    "GINConv",
+    "GINEConv",
+    "GatedGCNConv",
+    "GraphConv",
+    "HeteroGraphConv",
+    "PNAConv",
+    "SAGEConv",
+)
+
+#: Layers that become drop-ins at their first call. DGL 1.1.3 lacks some of them.
 LAYERS = tuple(
     hook
-    for original in DROP_INS
+    for original in (getattr(dgl.nn, name) for name in ORIGINALS if hasattr(dgl.nn, name))
     for hook in (
         Hook(f"{original.__module__}:{original.__name__}", "__call__", None, FIRST_CALLS.call),
         Hook(

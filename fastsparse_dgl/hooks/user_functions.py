@@ -29,8 +29,8 @@ from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.caching import adjacency_of_index
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.device_graph import DeviceIndex
+from fastsparse_dgl.fallback import tell
 from fastsparse_dgl.hooks import messages
-from fastsparse_dgl.nn.base import tell
 
 ALL = dgl.base.ALL
 #: Largest number of traces kept per function.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fastsparse_core import Adjacency, fallback, spmm
+from fastsparse_core import Adjacency, spmm
 from fastsparse_core.ops.spmm import Reduce
 from fastsparse_dgl.caching import adjacency_of
 from fastsparse_dgl.graph import DGLError, GraphLike
@@ -19,12 +17,6 @@ _ZERO_IN_DEGREE = (
     "result would be 0; add self loops with dgl.add_self_loop(graph), or construct the layer with "
     "allow_zero_in_degree=True"
 )
-
-
-#: Reports once that DGL's implementation ran: ``tell(class name, reason)``.
-tell = functools.partial(fallback.tell, logging.getLogger("fastsparse_dgl"), "DGL")
-#: Calls DGL's implementation and reports it: ``run(class name, reason, call, *args)``.
-run = functools.partial(fallback.run, tell)
 
 
 def dropout_p(dropout: torch.nn.Dropout) -> float:

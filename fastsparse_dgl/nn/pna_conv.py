@@ -14,8 +14,9 @@ from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE
 from fastsparse_core.ops._eager import is_plain_linear
 from fastsparse_core.ops.multi_aggregate import AGGREGATIONS
 from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.fallback import run
 from fastsparse_dgl.graph import DGLError, GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, check_edges, run
+from fastsparse_dgl.nn.base import AggregationMixin, check_edges
 
 _SCALERS = ("identity", "amplification", "attenuation")
 

@@ -13,8 +13,9 @@ from fastsparse_core.fused.joint_linear import add_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_plain_linear, may_be_one_node
 from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.fallback import run
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
-from fastsparse_dgl.nn.base import AggregationMixin, run
+from fastsparse_dgl.nn.base import AggregationMixin
 
 NO_LSTM = Reason("aggregator_type='lstm' has no kernel", "Use 'mean', 'gcn' or 'pool'")
 

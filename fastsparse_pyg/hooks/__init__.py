@@ -9,8 +9,8 @@ from types import FunctionType
 
 from fastsparse_core import call_report, replacement, sparse_products
 from fastsparse_core.locks import ForkSafeLock
+from fastsparse_pyg.first_calls import FIRST_CALLS
 from fastsparse_pyg.hooks import table
-from fastsparse_pyg.layer_swap import FIRST_CALLS
 from fastsparse_pyg.loader.base import Script
 from fastsparse_run import watch
 

@@ -24,8 +24,7 @@ from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._segment import find_segments, is_kept
 from fastsparse_core.policy import MOST_HEADS
-from fastsparse_pyg.nn.any_layer import FEW_EDGES
-from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU
+from fastsparse_pyg.fallback import FEW_EDGES, FEW_EDGES_ON_GPU
 
 _Original = Callable[..., Tensor]
 

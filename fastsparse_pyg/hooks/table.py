@@ -10,8 +10,8 @@ import torch_geometric.nn.pool  # noqa: F401
 
 from fastsparse_core.replacement import Hook
 from fastsparse_pyg import loader
+from fastsparse_pyg.first_calls import FIRST_CALLS
 from fastsparse_pyg.hooks import functions
-from fastsparse_pyg.layer_swap import FIRST_CALLS
 
 _POOLING = tuple(f"torch_geometric.nn.{name}" for name in ("aggr", "norm", "pool"))
 

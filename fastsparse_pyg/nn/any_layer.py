@@ -21,8 +21,9 @@ from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import is_new, logger, lookup
+from fastsparse_pyg.fallback import FEW_EDGES, FEW_EDGES_ON_GPU
 from fastsparse_pyg.graph import edges_made_anew, for_pyg, is_sparse_matrix, to_edge_index
-from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
+from fastsparse_pyg.nn.base import FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import (
     NO_COPIES,
@@ -39,8 +40,6 @@ from fastsparse_pyg.nn.segments import aggregate, reduction_of
 #: Largest number of patterns per class and method. Without a limit, a layer whose attributes change in every
 #: call would be traced in every call.
 _MOST_PATTERNS = 8
-#: Number of edges below which, on the CPU, the overhead of a call exceeds the work for the edges.
-FEW_EDGES = 4096
 #: Up to this multiple of `FEW_EDGES_ON_GPU` (131,072 edges in all), launch overhead decides PyG's time. A
 #: plan is used there only if it needs less time on the host than PyG's code (`Plan.is_short`). Layers that
 #: copy features need one kernel and always use it. Forward and backward on an H100 with a busy host, PyG's

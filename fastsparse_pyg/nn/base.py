@@ -29,6 +29,7 @@ from fastsparse_core.tiling import NeighbourSum
 from fastsparse_core.traced import TracedAdjacency, site_of
 from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import layer_cache, stamp_attributes
+from fastsparse_pyg.fallback import FEW_EDGES_ON_GPU
 from fastsparse_pyg.graph import SELF_LOOPS, for_pyg, is_sparse_matrix, resolve, to_edge_index
 
 REDUCE: dict[type, Reduce] = {
@@ -52,10 +53,6 @@ MESSAGE_METHODS = (
     "edge_updater",
     "edge_update",
 )
-#: Number of edges up to which, on a GPU, a layer of several FastSparse kernels takes longer than PyG's code,
-#: because the kernels are launched from Python. Measured on a batch of 512 molecules, and on a citation
-#: network with a third of its edges.
-FEW_EDGES_ON_GPU = 32_768
 FEW_ON_GPU = Reason(f"at most {FEW_EDGES_ON_GPU:,} edges on a GPU", "", "PyG")
 #: The hooks on the steps of message passing.
 _MESSAGE_HOOKS = tuple(

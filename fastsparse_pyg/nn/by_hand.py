@@ -29,8 +29,9 @@ from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._edge_rows import lift
 from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import is_new, lookup
+from fastsparse_pyg.fallback import FEW_EDGES
 from fastsparse_pyg.graph import edges_made_anew
-from fastsparse_pyg.nn.any_layer import FEW_EDGES, FEW_ON_CPU
+from fastsparse_pyg.nn.any_layer import FEW_ON_CPU
 from fastsparse_pyg.nn.base import FEW_ON_GPU, are_few_on_gpu, known
 from fastsparse_pyg.nn.segments import NodeIndex
 

@@ -40,10 +40,9 @@ try:
     from fastsparse_core import dgl_import as _dgl_import  # noqa: F401  (lets `import dgl` work from here on)
     from fastsparse_core import traced as _traced  # noqa: F401  (operators of compiled and exported programs)
     from fastsparse_core.call_report import report
-    from fastsparse_core.capturing.decorator import capture
-    from fastsparse_core.capturing.decorator import captured_step as _captured_step
     from fastsparse_core.device import unusable_gpu as _unusable_gpu
     from fastsparse_core.formats import CBSR
+    from fastsparse_core.lazy import lazy_name as _lazy_name
     from fastsparse_core.log import SlowPathWarning
     from fastsparse_core.log import warn_once as _warn_once
     from fastsparse_core.maxk_activation import MaxK
@@ -65,7 +64,6 @@ try:
         ssd,
     )
     from fastsparse_core.policy import algorithms
-    from fastsparse_core.sampling import NeighborSampler
     from fastsparse_core.segment import (
         gather_csr,
         scatter,
@@ -91,17 +89,34 @@ else:
     if _unusable_gpu():
         _warn_once(_unusable_gpu())
 
+    #: Name -> module that is imported when the name is first used.
+    _LAZY = {
+        "NeighborSampler": "fastsparse_core.sampling",
+        "capture": "fastsparse_core.capturing",
+        "capturing": "fastsparse_core.capturing",
+        "sampling": "fastsparse_core.sampling",
+    }
     #: Old name -> what it returns, the new name, and the version that drops the old one (CONTRIBUTING.md).
-    _RENAMED = {"CapturedStep": (_captured_step, "capture", "0.4")}
+    _RENAMED = {"CapturedStep": ("fastsparse_core.capturing.decorator:captured_step", "capture", "0.4")}
 
-    if not TYPE_CHECKING:
+    if TYPE_CHECKING:  # with a module-level __getattr__, type checkers accept every misspelt name
+        from fastsparse_core.capturing import capture
+        from fastsparse_core.sampling import NeighborSampler
+    else:
 
         def __getattr__(name: str) -> Any:
+            if name in _LAZY:
+                return _lazy_name(__name__, _LAZY, name)
             if name not in _RENAMED:
                 raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            import importlib
             import warnings
 
             given, new, last = _RENAMED[name]
+            module, _, attribute = given.partition(":")
             message = f"{__name__}.{name} is now {__name__}.{new}; version {last} drops the old name"
             warnings.warn(message, DeprecationWarning, stacklevel=2)
-            return given
+            return getattr(importlib.import_module(module), attribute)
+
+        def __dir__() -> list[str]:
+            return sorted({*globals(), *_LAZY})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -207,34 +208,29 @@ def swap(
 class FirstCalls:
     """Layers that become drop-ins when they are first called, for `enable()` of both plugins.
 
+    The drop-ins are imported at the first call of any layer, because the import takes as long as that of all
+    other modules of a plugin.
+
     Args:
         framework: name of the framework in reports.
-        drop_ins: original -> drop-in.
-        ours: classes of layers that are not replaced, because they are FastSparse's.
-        kernel: name of the kernel that computes a drop-in, for reports.
-        rules: the other arguments of :func:`swap`.
+        module: name of the module that calls :meth:`define` when it is imported.
 
     Attributes:
         call: function that replaces the layers' `__call__`.
     """
 
-    def __init__(
-        self,
-        framework: str,
-        drop_ins: DropIns,
-        ours: tuple[type, ...],
-        kernel: Callable[[Any], str],
-        rules: Mapping[str, Any],
-    ) -> None:
-        self._framework, self._drop_ins, self._kernel, self._rules = framework, drop_ins, kernel, rules
-        self._originals = {drop_in: original for original, drop_in in drop_ins.items()}
+    def __init__(self, framework: str, module: str) -> None:
+        self._framework, self._module = framework, module
+        self._drop_ins: DropIns = {}
+        self._originals: dict[type[Module], type[Module]] = {}
+        self._ours: tuple[type, ...] = ()
         self._swapped: WeakSet[Module] = WeakSet()
         #: Layers that stay as they are, and why.
         self._left: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
 
         def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
             reason = ""
-            if not isinstance(layer, ours) and not (_is_compiling() or _is_tracing()):
+            if not isinstance(layer, self._ours) and not (_is_compiling() or _is_tracing()):
                 reason = self.swap(layer)
             if is_recording() and not (_is_compiling() or _is_tracing()):
                 return self._recorded(layer, reason, args, kwargs)
@@ -242,8 +238,31 @@ class FirstCalls:
 
         self.call = call
 
+    def define(
+        self,
+        drop_ins: DropIns,
+        ours: tuple[type, ...],
+        kernel: Callable[[Any], str],
+        rules: Mapping[str, Any],
+    ) -> None:
+        """Sets what layers become.
+
+        Args:
+            drop_ins: original -> drop-in.
+            ours: classes of layers that are not replaced, because they are FastSparse's.
+            kernel: name of the kernel that computes a drop-in, for reports.
+            rules: the other arguments of :func:`swap`.
+        """
+        self._drop_ins, self._kernel, self._rules = drop_ins, kernel, rules
+        self._originals = {drop_in: original for original, drop_in in drop_ins.items()}
+        self._ours = ours
+
     def swap(self, layer: Module) -> str:
         """Replaces a layer like :func:`accelerate`; returns why it was not replaced, "" if it was."""
+        if not self._ours:
+            importlib.import_module(self._module)
+            if isinstance(layer, self._ours):
+                return ""
         reason = self._left.get(layer)
         if reason is None:
             reason = swap(layer, self._drop_ins, **self._rules)

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastsparse_core import recorded
 from fastsparse_core.cache import AdjacencyCache, CacheInfo, Sightings
 from fastsparse_core.call_report import record, timed
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_core.ops._dtypes import DTYPE_CODE
-from fastsparse_core.ops._eager import PLAIN, is_plain_eager
+from fastsparse_core.ops._eager import PLAIN, is_plain_eager, is_wrapped
 from fastsparse_core.ops._spmm_plan import launch_spmm
-from fastsparse_core.ops.spmm import plain_spmm, spmm
+from fastsparse_core.ops.spmm import plain_spmm, spmm, spmm_of_values
 from fastsparse_core.replacement import enabled_parts
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -181,9 +182,10 @@ def _transpose(matrix: Tensor, dim0: int, dim1: int) -> Tensor:
 
 
 class _Repeated(NamedTuple):
-    """Properties of a product without gradients. The next product with these properties skips all checks.
+    """Properties of a product. The next product with these properties skips all checks.
 
-    On the CPU, PyTorch multiplies small matrices in 6 us, and the checks would take as long.
+    On the CPU, PyTorch multiplies small matrices in 6 us, and the checks would take as long. On a GPU, they
+    would take longer than a launch.
     """
 
     matrix: weakref.ref[Tensor]
@@ -192,22 +194,28 @@ class _Repeated(NamedTuple):
     values_at: int
     shape: torch.Size  # shape of the dense operand
     dtype: torch.dtype
+    device: torch.device
     adj: Adjacency
-    plan: Hashable
+    plan: Hashable  # key of the plan on the CPU; None on a GPU, where it depends on the operand's alignment
 
 
 _repeated: dict[int, _Repeated] = {}
 
 
-def _remember(matrix: Tensor, x: Tensor, values: Tensor, adj: Adjacency, plan: Hashable) -> None:
+def _remember(matrix: Tensor, x: Tensor, values: Tensor, adj: Adjacency) -> None:
+    if not (type(x) is Tensor and x.is_contiguous() and values.is_contiguous()):
+        return
+    if recorded.current() is not None:  # the structure may be valid only in this run of a captured step
+        return
     number, indices_at = id(matrix), _indices_of(matrix)[1].data_ptr()
     reference = weakref.ref(matrix, lambda _: _repeated.pop(number, None))
     at = indices_at, values.data_ptr()
-    _repeated[number] = _Repeated(reference, matrix._version, *at, x.shape, x.dtype, adj, plan)
+    plan = ("spmm", x.dtype, x.shape[1], "auto", False, values.dtype, values.shape[1:]) if x.is_cpu else None
+    _repeated[number] = _Repeated(reference, matrix._version, *at, x.shape, x.dtype, x.device, adj, plan)
 
 
-def _again(matrix: Tensor, x: Tensor) -> Tensor | None:
-    """The product, if it is like the last product of this matrix; None: the checks are needed."""
+def _again(matrix: Tensor, x: Tensor) -> tuple[_Repeated, Tensor] | None:
+    """The last product of this matrix and its values, if this product is like it; None: checks are needed."""
     known = _repeated.get(id(matrix))
     if known is None or known[0]() is not matrix or matrix._version != known[1]:
         return None
@@ -217,20 +225,17 @@ def _again(matrix: Tensor, x: Tensor) -> Tensor | None:
     else:
         indices = matrix.col_indices() if layout is torch.sparse_csr else matrix.row_indices()
         values = matrix.values()
-    _, _, indices_at, values_at, shape, dtype, adj, key = known
+    _, _, indices_at, values_at, shape, dtype, device, _, _ = known
     if (
         indices.data_ptr() != indices_at
         or values.data_ptr() != values_at
         or x.shape != shape
         or x.dtype is not dtype
+        or x.device != device
         or not (is_plain_eager(x) and x.is_contiguous())
     ):
         return None
-    plan = adj.plans.get(key)
-    if plan is None:
-        return None
-    record("torch.sparse product", "spmm")
-    return plan.run(adj, x, values, None, None, None, False, None)
+    return known, values
 
 
 def _known(matrix: Tensor, x: Tensor) -> tuple[Adjacency, Tensor] | None:
@@ -266,9 +271,14 @@ def _known(matrix: Tensor, x: Tensor) -> tuple[Adjacency, Tensor] | None:
 
 def _product(matrix: Tensor, x: Tensor) -> Tensor | None:
     """``matrix @ x`` without gradients; None: PyTorch's own code has to compute it."""
-    out = _again(matrix, x)
-    if out is not None:
-        return out
+    again = _again(matrix, x)
+    if again is not None:
+        (*_, adj, key), values = again
+        record("torch.sparse product", "spmm")
+        plan = adj.plans.get(key)
+        if plan is None:
+            return launch_spmm(adj, x, values, None, None, None, "auto")
+        return plan.run(adj, x, values, None, None, None, False, None)
     if _is_small(matrix) and not _cache.holds(matrix) and _met.count(matrix) == 1:
         record("torch.sparse product", "PyTorch", _NEW, _CURES[_NEW])
         return None
@@ -277,11 +287,8 @@ def _product(matrix: Tensor, x: Tensor) -> Tensor | None:
         return None
     adj, values = known
     x, values = x.detach(), values.detach()
-    out = launch_spmm(adj, x, values, None, None, None, "auto")
-    if x.is_cpu and x.is_contiguous() and values.is_contiguous():
-        key = "spmm", x.dtype, x.shape[1], "auto", False, values.dtype, values.shape[1:]
-        _remember(matrix, x, values, adj, key)
-    return out
+    _remember(matrix, x, values, adj)
+    return launch_spmm(adj, x, values, None, None, None, "auto")
 
 
 def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
@@ -290,7 +297,7 @@ def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
     PyTorch's implementation adds the product to zeros, transposes a copy of a COO matrix in every backward
     pass, and computes the gradient of the values from that of a dense matrix.
     """
-    is_cast = torch.is_autocast_enabled(x.device.type)
+    is_cast = torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
     is_recorded = torch.is_grad_enabled() and (matrix.requires_grad or x.requires_grad)
     if not (is_recorded or is_cast):
         out = _product(matrix, x)
@@ -300,6 +307,10 @@ def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
             return _original_addmm(x.new_zeros(matrix.size(0), x.size(1)), matrix, x, 0, 1)
     else:
         needs_values = matrix.requires_grad
+        again = None if needs_values or is_cast or is_wrapped(x) else _again(matrix, x)
+        if again is not None:
+            record("torch.sparse product", "spmm")
+            return spmm_of_values(again[0].adj, x, again[1])
         is_coo = matrix.layout is torch.sparse_coo
         # PyTorch has no gradient for CSC, and coalesces that of COO.
         if not needs_values or (matrix.is_coalesced() if is_coo else matrix.layout is torch.sparse_csr):
@@ -309,7 +320,11 @@ def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
                 if needs_values and is_coo:
                     values = matrix.values()  # `_values` has no gradient
                 out = None if is_cast else plain_spmm(adj, x, values, "sum", None, None, "auto")
-                return spmm(adj, x, values) if out is None else out
+                if out is None:
+                    return spmm(adj, x, values)
+                if not needs_values:
+                    _remember(matrix, x, values, adj)
+                return out
     original: Tensor = torch.ops.aten._sparse_mm.default.decompose(matrix, x)
     return original
 

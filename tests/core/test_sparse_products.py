@@ -262,6 +262,85 @@ def test_products_after_repeated_ones_that_differ(enabled, layout, name):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", ["same", "values", "data", "width", "stride", "subclass", "wrapped", "no_grad"]
+)
+def test_gradients_after_repeated_products_that_differ(enabled, layout, name):
+    matrix = LAYOUTS[layout](random_matrix())
+    x = torch.randn(30, 4, dtype=torch.float64)
+
+    def check(x, is_recorded=True):
+        x = x.requires_grad_()
+        out, expected = torch.sparse.mm(matrix, x), matrix.to_dense() @ x
+        assert out.requires_grad is is_recorded
+        torch.testing.assert_close(out, expected)
+        if is_recorded:
+            weight = torch.randn_like(out)
+            (found,), (of_dense,) = (torch.autograd.grad(each, x, weight) for each in (out, expected))
+            torch.testing.assert_close(found, of_dense)
+
+    for _ in range(4):
+        check(x)
+    before = served()
+    if name == "values":
+        (matrix._values() if layout == "coo" else matrix.values()).mul_(2)
+    elif name == "data":
+        matrix.data = LAYOUTS[layout](random_matrix(seed=1))
+    elif name == "subclass":
+        x = torch.nn.Parameter(x.detach())
+    elif name == "width":
+        x = x.detach()[:, :3].contiguous()
+    elif name == "stride":
+        x = x.detach().t().contiguous().t()
+    if name == "no_grad":
+        with torch.no_grad():
+            check(x, False)
+    else:
+        for _ in range(3):
+            check(x)
+        assert served() == (before[0] + 3, before[1])
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_a_gradient_of_the_matrix_after_products_without(enabled, layout):
+    dense = random_matrix()
+    matrix = LAYOUTS[layout](dense)
+    matrix = matrix.coalesce() if layout == "coo" else matrix
+    x = torch.randn(30, 4, dtype=torch.float64, requires_grad=True)
+    several_times(lambda: torch.sparse.mm(matrix, x))
+    matrix.requires_grad_()
+    (found,) = torch.autograd.grad(torch.sparse.mm(matrix, x).sum(), matrix)
+    expected = x.detach().sum(1).expand(40, 30) * (dense != 0)
+    torch.testing.assert_close(found.to_dense(), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_second_derivatives_and_autocast_after_repeated_products(enabled, layout):
+    dense = random_matrix()
+    matrix = LAYOUTS[layout](dense)
+    x = torch.randn(30, 4, dtype=torch.float64, requires_grad=True)
+    several_times(lambda: torch.sparse.mm(matrix, x))
+    results = []
+    for product in (lambda x: torch.sparse.mm(matrix, x), lambda x: dense @ x):
+        (first,) = torch.autograd.grad((product(x) ** 3).sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(first.square().sum(), x)[0])
+    torch.testing.assert_close(*results)
+    narrow, x = LAYOUTS[layout](dense.float()), x.detach().float().requires_grad_()
+    several_times(lambda: torch.sparse.mm(narrow, x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.sparse.mm(narrow, x).dtype == torch.bfloat16
+
+
+def test_a_function_transform_after_repeated_products(enabled):
+    dense = random_matrix()
+    matrix = dense.to_sparse()
+    x, weight = torch.randn(30, 4, dtype=torch.float64), torch.randn(40, 4, dtype=torch.float64)
+    several_times(lambda: torch.sparse.mm(matrix, x.requires_grad_()))
+    _, pull = torch.func.vjp(lambda x: torch.sparse.mm(matrix, x), x.detach())
+    torch.testing.assert_close(pull(weight)[0], dense.t() @ weight)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_matrix_and_its_transposed_form_have_one_structure(enabled, layout):
     matrix = LAYOUTS[layout](random_matrix(150, 150))  # PyTorch computes gradients of smaller COO matrices
     x = torch.randn(150, 2, dtype=torch.float64, requires_grad=True)

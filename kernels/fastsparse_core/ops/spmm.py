@@ -201,6 +201,12 @@ def plain_spmm(
     return out
 
 
+def spmm_of_values(adj: Adjacency, x: Tensor, value: Tensor) -> Tensor:
+    """`plain_spmm` with a gradient of ``x``, without its checks, for a call that is like a checked one."""
+    out: Tensor = _spmm_op.apply(x, value, None, None, None, adj.num_dst, adj, False, "auto", False)
+    return out
+
+
 def _is_plain_value(value: Any, x: Tensor, adj: Adjacency) -> bool:
     """Whether the kernels can use the values as they are: one per edge, or per edge and head."""
     if not is_plain_eager(value) or value.dtype != x.dtype or value.device != x.device:

@@ -1,0 +1,5 @@
+"""The layers that `enable()` turns into drop-ins at their first call."""
+
+from fastsparse_core.layer_swap import FirstCalls
+
+FIRST_CALLS = FirstCalls("PyG", "fastsparse_pyg.layer_swap")
