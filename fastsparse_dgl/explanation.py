@@ -8,7 +8,7 @@ from torch.nn import Module
 
 from fastsparse_core.explanation import Explanation, Explanations, explain
 from fastsparse_core.log import NOT_FOUND
-from fastsparse_dgl.layer_swap import is_accelerated, is_graph_layer, kernel_of
+from fastsparse_dgl.layer_swap import is_accelerated, is_graph_layer, kernel_of, why_left
 from fastsparse_dgl.nn import DROP_INS
 
 __all__ = ["Explanation", "Explanations", "why"]
@@ -55,4 +55,5 @@ def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
         kernel=kernel_of,
         if_empty=_IF_EMPTY,
         drop_ins=DROP_INS,
+        why_left=why_left,
     )

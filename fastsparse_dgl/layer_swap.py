@@ -83,6 +83,11 @@ def as_drop_in(layer: Module) -> Module:
     return second
 
 
+def why_left(layer: Module) -> str:
+    """Why :func:`accelerate` does not replace a layer; "" if it does."""
+    return core.swap(core.second_object(layer), DROP_INS, **_RULES)
+
+
 def is_accelerated(module: Module) -> bool:
     """Whether a layer is a drop-in."""
     return isinstance(module, AggregationMixin)

@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn import Module
 
 from fastsparse_core.explanation import Explanation, Explanations, explain
-from fastsparse_pyg.layer_swap import is_accelerated, is_graph_layer, kernel_of
+from fastsparse_pyg.layer_swap import is_accelerated, is_graph_layer, kernel_of, why_left
 from fastsparse_pyg.nn import DROP_INS
 from fastsparse_pyg.nn.any_layer import AnyLayer
 
@@ -52,4 +52,5 @@ def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
         is_ours=is_accelerated,
         kernel=kernel_of,
         drop_ins=DROP_INS,
+        why_left=why_left,
     )

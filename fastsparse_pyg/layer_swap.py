@@ -143,6 +143,11 @@ def as_drop_in(layer: Module) -> Module:
     return second
 
 
+def why_left(layer: Module) -> str:
+    """Why :func:`accelerate` does not replace a layer; "" if it does."""
+    return core.swap(core.second_object(layer), DROP_INS, **_RULES)
+
+
 def kernel_of(layer: Any) -> str:
     """Name of the kernel that computes an accelerated layer, or why PyG does, as the report shows it."""
     if isinstance(layer, (AnyLayer, ByHand)):

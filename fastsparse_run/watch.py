@@ -21,6 +21,10 @@ MAIN_PROCESS = "FASTSPARSE_RUN_PID"
 #: "1", or "time" to measure times too.
 REPORT = "FASTSPARSE_REPORT"
 REPORT_FILE = "FASTSPARSE_REPORT_JSON"
+_NO_CALL = (
+    "No call of a function that FastSparse replaces finished. If a module gathers and scatters by hand, "
+    "call fastsparse_pyg.accelerate(model)."
+)
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
@@ -220,7 +224,7 @@ def _report() -> None:
         return
     found = core.report()
     if os.environ.get(REPORT):
-        print(found if found.rows else "No call finished before the script ended.", file=sys.stderr)
+        print(found if found.rows else _NO_CALL, file=sys.stderr)
     if path := os.environ.get(REPORT_FILE):
         with open(path, "w", encoding="utf-8") as file:
             file.write(found.to_json())

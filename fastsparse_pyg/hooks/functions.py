@@ -164,6 +164,7 @@ def degree(
             return original(index, num_nodes, dtype)
         record("degree", "segments")
         return counts.to(torch.get_default_dtype() if dtype is None else dtype)
+    record("degree", "PyG", "nothing else has sorted this index")
     return original(index, num_nodes, dtype)
 
 

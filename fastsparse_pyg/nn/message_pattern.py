@@ -18,10 +18,13 @@ from torch.fx import Graph, Node
 from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core.message_plans.trace import Untraceable, holds, trace
+from fastsparse_core.replacement import original_of
 from fastsparse_pyg.nn.segments import softmax
 
-#: Functions that a trace records as one step.
-_FUNCTIONS = (torch_geometric.utils.softmax, torch_geometric.utils.scatter)
+#: PyG's functions, each of which a trace records as one step. `enable()` may have replaced them by now.
+SOFTMAX = original_of(torch_geometric.utils.softmax)
+SCATTER = original_of(torch_geometric.utils.scatter)
+_FUNCTIONS = (SOFTMAX, SCATTER)
 _MUL = (operator.mul, torch.mul, "mul")
 _DIV = (operator.truediv, torch.div, torch.true_divide, "div")
 #: A factor of a message, and whether it divides.
@@ -156,7 +159,7 @@ def _recognise(graph: Graph, assigned: dict[str, Node], guards: dict[str, Any]) 
         return found
     compute: Callable[..., Any] | None = None
     names: tuple[str, ...] = ()
-    if any(node.target is torch_geometric.utils.softmax for node in graph.nodes):
+    if any(node.target is SOFTMAX for node in graph.nodes):
         compute, names = _compile(graph, [(out, False)], assigned)
     why = "is not a weighted copy of the source's features"
     return Pattern(compute=compute, names=names, guards=guards, reason=why)
@@ -247,7 +250,7 @@ def _compile(
         if node in needed:
             copies[node] = part.node_copy(node, lambda each: copies[each])
             copies[node].type = None
-            if node.target is torch_geometric.utils.softmax:
+            if node.target is SOFTMAX:
                 copies[node].target = softmax
     weight: Node | float | None = None
     for factor, inverse in factors:

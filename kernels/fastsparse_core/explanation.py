@@ -82,6 +82,7 @@ def explain(
     is_ours: Callable[[Module], bool],
     kernel: Callable[[Module], str],
     drop_ins: Mapping[type[Module], type[Module]],
+    why_left: Callable[[Module], str],
     if_empty: str = NOT_FOUND,
 ) -> Explanations:
     """Runs a model once and tells which implementation computed each of its graph layers, and why.
@@ -96,6 +97,7 @@ def explain(
         is_ours: whether a layer is a drop-in or accelerated.
         kernel: name of the kernel that computes a drop-in or accelerated layer.
         drop_ins: original -> drop-in.
+        why_left: why `accelerate` does not replace a layer; "" if it does.
         if_empty: message for the user if there is no graph layer.
 
     Raises:
@@ -141,11 +143,10 @@ def explain(
             if not found:
                 return Explanation(path, name, _KERNELS, kernel=kernel(layer))
             return Explanation(path, name, framework, "; ".join(dict.fromkeys(map(str, found))))
-        drop_in = drop_ins.get(type(layer))
+        drop_in, left = drop_ins.get(type(layer)), why_left(layer)
         cure = f"Use {package}.{drop_in.__name__}, or call" if drop_in else "Call"
-        return Explanation(
-            path, name, framework, f"it is {framework}'s layer. {cure} {package}.accelerate(model)"
-        )
+        advice = f"{cure} {package}.accelerate(model)" if not left else f"accelerate() leaves it: {left}"
+        return Explanation(path, name, framework, f"it is {framework}'s layer. {advice}")
 
     explanations = Explanations(explanation(path, layer) for path, layer in layers.items())
     explanations._if_empty = if_empty

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from fastsparse_core.log import warn_of_user
@@ -133,6 +133,11 @@ def _around(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
     replaced.__script_if_tracing_wrapper = True
     replaced.__original_fn = original
     return replaced
+
+
+def original_of(function: Any) -> Any:
+    """The function that ``function`` replaces, or ``function`` itself if it replaces none."""
+    return vars(function).get("__original_fn", function) if isinstance(function, FunctionType) else function
 
 
 def remove(done: list[Change]) -> None:

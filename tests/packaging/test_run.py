@@ -127,7 +127,10 @@ def test_a_script_without_calls_says_so(folder, monkeypatch, capsys):
     (folder / "work/early.py").write_text("import fastsparse_core\nraise SystemExit(3)")
     done = run(folder, "--report", "early.py")
     assert done.returncode == 3
-    assert without_first_line(done.stderr) == "No call finished before the script ended.\n"
+    assert without_first_line(done.stderr) == (
+        "No call of a function that FastSparse replaces finished. If a module gathers and scatters by hand, "
+        "call fastsparse_pyg.accelerate(model).\n"
+    )
 
 
 def test_the_users_own_sitecustomize_runs(folder):

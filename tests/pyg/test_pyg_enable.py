@@ -267,12 +267,12 @@ def test_degree_of_an_index_that_is_sorted_already(enabled):
     edge_index = torch.randint(SEGMENTS, (2, ROWS))
     expected = edge_index[0].bincount(minlength=SEGMENTS)
     torch.testing.assert_close(degree(edge_index[0], SEGMENTS, torch.long), expected)
-    assert calls_of("degree") == {}
+    assert calls_of("degree") == {"PyG": 1}
     for _ in range(2):
         scatter(torch.rand(ROWS, 2), edge_index[0], 0, SEGMENTS)
     torch.testing.assert_close(degree(edge_index[0], SEGMENTS), expected.float())
     torch.testing.assert_close(degree(edge_index[0], dtype=torch.long), expected)
-    assert calls_of("degree") == {"segments": 2}
+    assert calls_of("degree") == {"PyG": 1, "segments": 2}
 
 
 def test_spmm_of_a_coo_matrix_is_not_converted(enabled, recwarn):
@@ -376,6 +376,29 @@ def test_layers_become_drop_ins_at_their_first_call(make, graph):
         fastsparse_pyg.disable()
     assert type(layer) is original
     torch.testing.assert_close(layer(x, edge_index), expected)
+
+
+class Attention(MessagePassing):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i, x_j, index, ptr, size_i):
+        return softmax((x_i * x_j).sum(-1), index, ptr, size_i).unsqueeze(-1) * x_j
+
+
+@pytest.mark.parametrize("parts", [["layers"], ["layers", "scatter", "pool"]])
+def test_the_softmax_of_a_message_is_recognised(graph, parts):
+    """Also if the name in the layer's module has been replaced."""
+    x, edge_index = graph
+    layer = Attention()
+    expected = layer(x, edge_index)
+    fastsparse_pyg.enable(parts, report=True)
+    try:
+        for _ in range(4):
+            torch.testing.assert_close(layer(x, edge_index), expected)
+        assert calls_of("Attention") == {"attention": 4}
+    finally:
+        fastsparse_pyg.disable()
 
 
 def test_layers_that_have_to_stay_stay_and_are_reported(enabled, graph):

@@ -55,6 +55,18 @@ def test_each_layer_of_a_model(device):
     assert "layers.3" in shown
 
 
+def test_a_layer_that_accelerate_leaves():
+    class Own(Doubled):
+        def propagate(self, edge_index, size=None, **given):
+            return super().propagate(edge_index, size=size, **given)
+
+    layer = Own()
+    fastsparse_pyg.accelerate(layer, show=False)
+    (found,) = why(layer, torch.randn(40, 6), random_graph())
+    assert found.reason == "it is PyG's layer. accelerate() leaves it: a layer with its own propagate"
+    assert type(layer) is Own
+
+
 def test_a_layer_alone_twice():
     """Messages that are logged once per process are found each time."""
     layer = Doubled()

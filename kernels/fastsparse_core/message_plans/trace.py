@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, Node, Proxy
 
+from fastsparse_core.replacement import original_of
+
 #: Modules whose functions a trace records, by the names that a body may use.
 _MODULES = (torch, F, math)
 _BUILTINS = (hasattr,)
@@ -111,18 +113,23 @@ def trace(
         body: the function.
         guards: is filled with the attributes that the body reads, and their values.
         concrete: arguments that are None.
-        functions: functions other than PyTorch's that the body may call; each call is one step of the graph.
+        functions: functions other than PyTorch's that the body may call; each call is one step of the graph,
+            also if `enable()` has replaced the function.
         refused: attributes of the layer that the body must not read.
 
     Raises:
         Untraceable: the body may have effects besides its result.
         Exception: an operation that symbols do not support.
     """
-    _check_code(body, guards, functions)
-    probe, state = _probe(layer, original, body, guards, functions, refused, {})
-    tracer = _Tracer(autowrap_functions=functions)
+    wanted = set(map(id, functions))
+    named = tuple(value for value in body.__globals__.values() if id(original_of(value)) in wanted)
+    _check_code(body, guards, named)
+    probe, state = _probe(layer, original, body, guards, named, refused, {})
+    tracer = _Tracer(autowrap_functions=named)
     tracer.traced_func_name = body.__name__
     graph = tracer.trace(probe, concrete_args=concrete or None)
+    for node in graph.nodes:
+        node.target = original_of(node.target)
     _check_graph(graph, layer)
     return graph, _assigned(probe, state)
 
