@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -20,8 +21,11 @@ from torch_geometric.nn.conv import MessagePassing
 from fastsparse_core.message_plans.trace import Untraceable, holds, trace
 from fastsparse_pyg.nn.segments import softmax
 
-#: Functions that a trace records as one step.
-_FUNCTIONS = (torch_geometric.utils.softmax, torch_geometric.utils.scatter)
+#: PyG's functions that a trace records as one step, also if `enable()` replaced them before this import.
+SOFTMAX, SCATTER = (
+    getattr(each, "__original_fn", each)
+    for each in (torch_geometric.utils.softmax, torch_geometric.utils.scatter)
+)
 _MUL = (operator.mul, torch.mul, "mul")
 _DIV = (operator.truediv, torch.div, torch.true_divide, "div")
 #: A factor of a message, and whether it divides.
@@ -84,9 +88,7 @@ def find_pattern(
     guards: dict[str, Any] = {}
     try:
         body = getattr(original, method)
-        graph, assigned = trace(
-            layer, original, body, guards, dict.fromkeys(absent), _FUNCTIONS, vars(MessagePassing)
-        )
+        graph, assigned = _trace(layer, original, body, guards, dict.fromkeys(absent))
         found = _recognise(graph, assigned, guards)
         return replace(found, graph=graph, assigned=assigned)
     except Untraceable as reason:
@@ -94,6 +96,25 @@ def find_pattern(
     except Exception as error:  # symbols of the trace do not support all operations
         said = str(error).splitlines()
         return Pattern(guards=guards, reason=f"cannot be traced ({(said or [type(error).__name__])[0][:60]})")
+
+
+def _trace(
+    layer: MessagePassing,
+    original: type[MessagePassing],
+    body: Any,
+    guards: dict[str, Any],
+    absent: dict[str, None],
+) -> tuple[Graph, dict[str, Node]]:
+    """Traces a method; calls of what `enable()` put in place of PyG's functions become calls of PyG's."""
+    functions = {SOFTMAX: SOFTMAX, SCATTER: SCATTER}
+    for item in getattr(body, "__globals__", {}).values():
+        if isinstance(item, FunctionType) and vars(item).get("__original_fn") in (SOFTMAX, SCATTER):
+            functions[item] = vars(item)["__original_fn"]
+    graph, assigned = trace(layer, original, body, guards, absent, tuple(functions), vars(MessagePassing))
+    for node in graph.nodes:
+        if isinstance(node.target, FunctionType):
+            node.target = functions.get(node.target, node.target)
+    return graph, assigned
 
 
 def find_joint_pattern(
@@ -112,7 +133,7 @@ def find_joint_pattern(
     try:
         for method in ("message", "aggregate"):
             body, given = getattr(original, method), dict.fromkeys(absent[method])
-            part, sets = trace(layer, original, body, guards, given, _FUNCTIONS, vars(MessagePassing))
+            part, sets = _trace(layer, original, body, guards, given)
             placeholders = [node for node in part.nodes if node.op == "placeholder"]
             messages = placeholders[0] if method == "aggregate" else None
             for node in part.nodes:
@@ -156,7 +177,7 @@ def _recognise(graph: Graph, assigned: dict[str, Node], guards: dict[str, Any]) 
         return found
     compute: Callable[..., Any] | None = None
     names: tuple[str, ...] = ()
-    if any(node.target is torch_geometric.utils.softmax for node in graph.nodes):
+    if any(node.target is SOFTMAX for node in graph.nodes):
         compute, names = _compile(graph, [(out, False)], assigned)
     why = "is not a weighted copy of the source's features"
     return Pattern(compute=compute, names=names, guards=guards, reason=why)
@@ -247,7 +268,7 @@ def _compile(
         if node in needed:
             copies[node] = part.node_copy(node, lambda each: copies[each])
             copies[node].type = None
-            if node.target is torch_geometric.utils.softmax:
+            if node.target is SOFTMAX:
                 copies[node].target = softmax
     weight: Node | float | None = None
     for factor, inverse in factors:

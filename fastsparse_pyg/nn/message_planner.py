@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-import torch_geometric.utils
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils.weak import WeakIdKeyDictionary
@@ -14,7 +13,7 @@ from torch_geometric.nn.dense import Linear as PygLinear
 from fastsparse_core.message_plans.plan import INDICES, OWN, PER_EDGE, NoPlan, Plan, Planner, by_plan
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_pyg.nn.layer_arguments import Arguments
-from fastsparse_pyg.nn.message_pattern import Pattern
+from fastsparse_pyg.nn.message_pattern import SCATTER, SOFTMAX, Pattern
 from fastsparse_pyg.nn.segments import is_softmax_of_messages
 
 #: Layer -> the plan that computed its messages in the last call, or the reason why there is none.
@@ -122,9 +121,9 @@ class _Planner(Planner):
         return layer._reduced(messages, found, how)
 
     def _value(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
-        if node.target is torch_geometric.utils.softmax:
+        if node.target is SOFTMAX:
             return self._softmax(*args, **kwargs)
-        if node.target is torch_geometric.utils.scatter:
+        if node.target is SCATTER:
             return self.scattered(*args, **kwargs)
         return super()._value(node, args, kwargs)
 
