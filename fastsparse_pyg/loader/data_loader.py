@@ -48,10 +48,11 @@ class DataLoader(PygDataLoader):
     such as a sparse matrix or tensors of different dtypes, PyG's code collates this attribute.
 
     Storing takes as much memory as the graphs, except for an `InMemoryDataset` on the CPU, whose storage is
-    read in place. At the beginning of every epoch the loader checks the dataset, and stores changed graphs
-    again. It always detects a replaced graph or attribute. For in-place writes, it checks tensors for at most
-    2 % of the time since the last epoch began, but at least 1,024 of them; the next epoch checks the next
-    ones. In a large dataset it may therefore detect a write some epochs later.
+    read in place, also from a mapped file. If a copy would take more than half of the free host memory, PyG's
+    code makes the batches. At the beginning of every epoch the loader checks the dataset, and stores changed
+    graphs again. It always detects a replaced graph or attribute. For in-place writes, it checks tensors for
+    at most 2 % of the time since the last epoch began, but at least 1,024 of them; the next epoch checks the
+    next ones. In a large dataset it may therefore detect a write some epochs later.
 
     Args:
         dataset: as in PyG.

@@ -31,6 +31,7 @@ from fastsparse_core.graph_store import (
     NothingToStore,
     NotStored,
     StoredEdges,
+    check_free_memory,
     place_tensors,
 )
 from fastsparse_core.log import warn_once
@@ -353,6 +354,8 @@ class StoredGraphs:
             if any(list(store._mapping) != names for store in stores):
                 raise NotStored("its graphs have different attributes, or the same in a different order")
         self._content = _content([store._mapping for stores in by_store for store in stores])
+        values = chain.from_iterable(store._mapping.values() for stores in by_store for store in stores)
+        check_free_memory(item for item in values if type(item) is Tensor and item.layout is torch.strided)
         counts: dict[Any, int] = {}
         for stores in by_store:
             if isinstance(stores[0], NodeStorage) and stores[0].can_infer_num_nodes:

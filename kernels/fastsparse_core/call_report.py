@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
+import textwrap
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -19,6 +21,8 @@ from fastsparse_core.log import current_line, table_text
 
 #: Largest number of sentences of advice in a report.
 MOST_ADVICE = 3
+#: Largest number of rows of a printed report. Longer reports show one row for all lines that ran alike.
+MOST_ROWS = 20
 #: If the script waits for batches in more than this share of the time, the advice mentions loading.
 _MUCH_LOADING = 0.3
 #: If more pairs of events are waiting to be read, the finished ones are read.
@@ -158,7 +162,12 @@ class CallReport:
         served = sum(count for row, count in self.rows if not row.reason)
         total = sum(count for _, count in self.rows)
         table = Table(title=f"FastSparse computed {served} of {total} calls")
-        is_short = max(len(row.place) for row, _ in self.rows) <= 40
+        groups = self._groups()
+        shown = groups[:MOST_ROWS]
+        places = [
+            group[0][0].place + (f" and {len(group) - 1} more" if len(group) > 1 else "") for group in shown
+        ]
+        is_short = max(map(len, places)) <= 40
         for title in ("line", "call", "computed by", "because"):
             # Places stay whole, so that they can be searched for; long ones would squeeze the other columns.
             table.add_column(title, overflow="fold", no_wrap=title == "line" and is_short)
@@ -169,11 +178,33 @@ class CallReport:
             measured |= {"GPU ms": self.times.gpu_ms} if self.times.gpu_ms else {}
         for title in measured:
             table.add_column(title, justify="right")
-        for row, count in self.rows:
-            cells = [row.place, row.call, row.by, row.reason, str(count)]
-            cells += [f"{found[row]:.1f}" if row in found else "-" for found in measured.values()]
+        for place, group in zip(places, shown, strict=True):
+            row, rows = group[0][0], [each for each, _ in group]
+            cells = [place, row.call, row.by, row.reason, str(sum(count for _, count in group))]
+            for found in measured.values():
+                times = [found[each] for each in rows if each in found]
+                cells.append(f"{sum(times):.1f}" if times else "-")
             table.add_row(*(Text(cell) for cell in cells))
-        return "\n".join([table_text(table), *self.advice])
+        notes = list(self.advice)
+        if len(self.rows) > MOST_ROWS:
+            hidden = [count for group in groups[MOST_ROWS:] for _, count in group]
+            also = f" {len(hidden)} lines with {sum(hidden)} calls are not shown." if hidden else ""
+            notes.append(
+                f"The {len(self.rows)} rows of this report are grouped by call and reason.{also} "
+                "All rows: `--report-json FILE`, or `report().to_json()`."
+            )
+        width = shutil.get_terminal_size((110, 24)).columns
+        fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+        return "\n".join([table_text(table), *map(fill, notes)])
+
+    def _groups(self) -> list[list[tuple[Row, int]]]:
+        """Rows that the table shows as one, with their numbers of calls; the most frequent group first."""
+        if len(self.rows) <= MOST_ROWS:
+            return [[each] for each in self.rows]
+        groups: dict[tuple[str, str, str], list[tuple[Row, int]]] = defaultdict(list)
+        for row, count in self.rows:
+            groups[row.call, row.by, row.reason].append((row, count))
+        return sorted(groups.values(), key=lambda group: -sum(count for _, count in group))
 
 
 def report() -> CallReport:

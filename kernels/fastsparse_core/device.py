@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 from collections.abc import Callable
 
@@ -94,3 +95,12 @@ def place_of(device: torch.device) -> tuple[int, int]:
         return -1, torch.get_num_threads()
     index = device_index(device)
     return index, current_stream(index)
+
+
+def free_host_memory() -> float:
+    """Bytes of host memory that new tensors can take, page cache included; infinity if that is unknown."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return math.inf

@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastsparse_core import _C
-from fastsparse_core.device import place_of
+from fastsparse_core.device import free_host_memory, place_of
 from fastsparse_core.log import info_once
 from fastsparse_core.ops._autocast import version_of
 from fastsparse_core.structure.adjacency import Adjacency
@@ -258,6 +258,23 @@ class GraphStore:
 
 #: tensor of a dataset -> device -> (stamp of its content, weak reference to its copy)
 _copies: Any = WeakIdKeyDictionary()
+
+
+def check_free_memory(tensors: Iterable[Tensor]) -> None:
+    """Checks that copies of a dataset's tensors take at most half of the free host memory.
+
+    The tensors may be mapped from a file that is larger than the memory (``torch.load(mmap=True)``). PyTorch
+    does not tell which tensors do, so their sizes decide.
+
+    Raises:
+        NotStored: the copies would take more.
+    """
+    size, free = sum(tensor.nbytes for tensor in tensors if not tensor.is_cuda), free_host_memory()
+    if size > _SHARE_OF_FREE * free:
+        raise NotStored(
+            f"a copy of its graphs would take {size / 2**30:.2f} GiB, which is more than half of the "
+            f"{free / 2**30:.2f} GiB of free host memory"
+        )
 
 
 def place_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -140,3 +140,30 @@ def test_places_are_not_wrapped(monkeypatch):
         "graph_regression/train_model.py:1234", "AcceleratedConv", "k " * 40, "because " * 20
     )
     assert row.place in str(call_report.CallReport(((row, 3),)))
+
+
+def test_long_reports_group_lines_and_fit_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    places = [f"/home/user/project/models/layers.py:{line}" for line in range(100, 140)]
+    alike = [call_report.Row(place, "softmax", "PyG", "few edges " * 6, "Nothing " * 12) for place in places]
+    rare = [call_report.Row("train.py:7", f"Layer{i}", "PyG", "a hook") for i in range(30)]
+    times = call_report.Times(host_ms=dict.fromkeys(alike, 0.25))
+    found = call_report.CallReport((*[(row, 5) for row in alike], *[(row, 1) for row in rare]), times)
+    text = str(found)
+    (line,) = (line for line in text.splitlines() if "softmax" in line and "│" in line)
+    assert "200" in line
+    assert "10.0" in line
+    flat = " ".join(text.replace("│", " ").split())
+    assert "and 39 more" in flat
+    assert "The 70 rows of this report are grouped by call and reason. 11 lines with 11 calls are not" in flat
+    assert max(map(len, text.splitlines())) <= 90
+    assert len(text.splitlines()) < 50
+    assert len(json.loads(found.to_json())["rows"]) == 70
+
+
+def test_short_reports_show_every_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    rows = [(call_report.Row(f"train.py:{line}", "softmax", "PyG", "few edges"), 1) for line in range(20)]
+    text = str(call_report.CallReport(tuple(rows)))
+    assert all(f"train.py:{line} " in text for line in range(20))
+    assert "grouped" not in text

@@ -20,6 +20,7 @@ from torch_geometric.nn import global_mean_pool
 from torch_geometric.typing import SparseTensor
 
 import fastsparse_pyg
+from fastsparse_core import graph_store, log
 from fastsparse_core.log import SlowPathWarning
 from fastsparse_pyg import DataLoader, FastGATConv, FastGCNConv, FastGINConv, FastSAGEConv, capture
 from fastsparse_pyg.loader import stored_graphs
@@ -945,3 +946,33 @@ def test_an_epoch_reads_from_the_gpu_only_at_its_end():
         torch.cuda.set_sync_debug_mode(mode)
     assert torch.stack(losses).isfinite().all()
     assert torch.cat(outs).shape == (24, 1)
+
+
+def test_lists_that_memory_does_not_hold_are_not_copied(monkeypatch):
+    graphs = [Data(x=torch.rand(4, 8), edge_index=torch.randint(4, (2, 5))) for _ in range(6)]
+    size = sum(graph.x.nbytes + graph.edge_index.nbytes for graph in graphs)
+    monkeypatch.setattr(log, "seen", set())
+    monkeypatch.setattr(graph_store, "free_host_memory", lambda: 2.0 * size - 1)
+    with pytest.warns(SlowPathWarning, match="GiB of free host memory"):
+        batches = list(DataLoader(graphs, batch_size=4, device="cpu"))
+    for got, expected in zip(batches, PygDataLoader(graphs, batch_size=4), strict=True):
+        assert_same(got.to_dict(), expected.to_dict())
+    monkeypatch.setattr(graph_store, "free_host_memory", lambda: 2.0 * size)
+    loader = DataLoader(graphs, batch_size=4, device="cpu")
+    list(loader)
+    assert loader._graphs is not None
+
+
+def test_in_memory_datasets_stay_in_their_mapped_file(tmp_path, monkeypatch):
+    graphs = [Data(x=torch.rand(4, 8), edge_index=torch.randint(4, (2, 5))) for _ in range(6)]
+    data, slices = InMemoryDataset.collate(graphs)
+    torch.save((data.to_dict(), dict(slices)), tmp_path / "graphs.pt")
+    content, slices = torch.load(tmp_path / "graphs.pt", mmap=True)
+    dataset = InMemoryDataset()
+    dataset.data, dataset.slices = Data.from_dict(content), slices
+    monkeypatch.setattr(graph_store, "free_host_memory", lambda: 0.0)
+    loader = DataLoader(dataset, batch_size=4, device="cpu")
+    for got, expected in zip(loader, PygDataLoader(graphs, batch_size=4), strict=True):
+        assert_same(got.to_dict(), expected.to_dict())
+    stored = [field.tensor.data_ptr() for field in loader._graphs._fields if field.tensor is not None]
+    assert {content["x"].data_ptr(), content["edge_index"].data_ptr()} <= set(stored)

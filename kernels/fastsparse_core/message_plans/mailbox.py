@@ -34,6 +34,7 @@ from fastsparse_core.message_plans.plan import (
     _Of,
     _Sum,
     _Whole,
+    naming,
 )
 from fastsparse_core.message_plans.terms import Edges
 from fastsparse_core.message_plans.trace import Untraceable
@@ -264,7 +265,7 @@ class MailboxPlanner(Planner):
     @staticmethod
     def _check(out: Any) -> None:
         if not all(_is_per_edge(value) for value in out.values()):
-            raise NoPlan
+            raise NoPlan("messages without a row per edge")
 
     def _walk_mailbox(self, trace: Graph, messages: Mapping[str, Any]) -> Any:
         values: dict[Node, Any] = {}
@@ -281,7 +282,8 @@ class MailboxPlanner(Planner):
                 return torch.fx.map_arg(node.args[0], values.__getitem__)
             else:
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                value = values[node] = self._of_mailbox(node, list(args), dict(kwargs))
+                with naming(node):
+                    value = values[node] = self._of_mailbox(node, list(args), dict(kwargs))
                 if isinstance(value, _Mail) and isinstance(value.value, _Of):
                     value.value.is_shared = len(node.users) > 1
         raise NoPlan
@@ -411,7 +413,7 @@ class MailboxPlanner(Planner):
 
     def _complete(self, x: Any) -> Any:
         if not isinstance(x, _Rows):
-            raise NoPlan
+            raise NoPlan("results without a row per node")
         return x.node if x.of == "zero" else self.call(terms.restored, (self.found_node, self._present(x)))
 
     def _of_rows(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> _Rows:

@@ -19,7 +19,7 @@ import inspect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 
@@ -311,6 +311,18 @@ def _name_of(node: Node) -> str:
     return _SYNONYMS.get(name, name)
 
 
+@contextlib.contextmanager
+def naming(node: Node) -> Iterator[None]:
+    """Within this context, a `NoPlan` without a reason, or any other error, names the operator."""
+    try:
+        yield
+    except Exception as error:  # operators run on tensors without content, and may raise any error
+        if isinstance(error, NoPlan) and str(error):
+            raise
+        is_attribute = _name_of(node) == "getattr" and len(node.args) > 1
+        raise NoPlan(str(node.args[1]) if is_attribute else _name_of(node) or str(node.target)) from error
+
+
 def _likeness(module: Any) -> tuple[Any, ...]:
     """The properties of a module or parameter that a plan depends on."""
     if isinstance(module, Tensor):
@@ -417,7 +429,8 @@ class Planner:
                 out = torch.fx.map_arg(node.args[0], values.__getitem__)
             else:
                 args = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                value = values[node] = self._value(node, *args)
+                with naming(node):
+                    value = values[node] = self._value(node, *args)
                 if isinstance(value, _Of):
                     value.is_shared = self._num_uses(node) > 1
         return values, out

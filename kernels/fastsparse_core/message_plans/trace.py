@@ -121,8 +121,8 @@ def trace(
         Untraceable: the body may have effects besides its result.
         Exception: an operation that symbols do not support.
     """
-    wanted = set(map(id, functions))
-    named = tuple(value for value in body.__globals__.values() if id(original_of(value)) in wanted)
+    wanted, names = set(map(id, functions)), getattr(body, "__globals__", {})
+    named = tuple(value for value in names.values() if id(original_of(value)) in wanted)
     _check_code(body, guards, named)
     probe, state = _probe(layer, original, body, guards, named, refused, {})
     tracer = _Tracer(autowrap_functions=named)
