@@ -229,8 +229,8 @@ def choose_archs(
         unknown = [arch for arch in machine_code if arch not in supported]
         if unknown:
             raise ValueError(
-                f"FASTSPARSE_CUDA_ARCHS={requested!r}: the kernels and this nvcc go together for "
-                f"{';'.join(supported)}, not for {';'.join(unknown)}; leave those out or install another nvcc"
+                f"FASTSPARSE_CUDA_ARCHS={requested!r}: the kernels and this nvcc support "
+                f"{';'.join(supported)}, not {';'.join(unknown)}; remove the latter or install another nvcc"
             )
         return machine_code, ptx
     machine_code = set(known(visible))

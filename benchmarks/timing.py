@@ -36,7 +36,7 @@ class Timing:
     Attributes:
         median_ms: The median.
         p20_ms, p80_ms: The 20th and the 80th percentile.
-        samples: How many calls were timed.
+        samples: Number of timed calls.
         method: The clock, and how the calls followed each other, in words.
     """
 

@@ -378,8 +378,8 @@ class StoredGraphs:
                 where = name if stores[0]._key is None else f"{stores[0]._key}.{name}"
                 warn_once(
                     f"fastsparse_pyg.DataLoader: PyG's own code collates {where!r}, graph by graph, because "
-                    f"{reason}. Give it the same type, dtype and dimensions in all graphs, or leave it out "
-                    f"with exclude_keys=[{name!r}]"
+                    f"{reason}. Give it the same type, dtype and dimensions in all graphs, or exclude "
+                    f"it with exclude_keys=[{name!r}]"
                 )
                 collator = _ByPyG(name, values, self._graphs, at, self._device)
             collators.append((name, collator, collator.follow(self) if name in self._follow else None))

@@ -232,7 +232,7 @@ class FastRGATConv(AttentionConv, RGATConv):
         if isinstance(edge_index, SparseTensor) or type(edge_index) is not Tensor:
             return Reason("edges that are not one plain tensor", fallback.PLAIN_EDGES)
         if size is not None:
-            return Reason("size is given", "Leave `size` out")
+            return Reason("size is given", "Do not pass `size`")
         if edge_index.size(1) == 0:
             return Reason("no edges", "", "PyG")
         if (edge_attr is None) != (self.lin_edge is None):
