@@ -1,20 +1,23 @@
-"""Builds ``fastsparse_core._C``: the C++ half always, the CUDA half when nvcc is there.
+"""Builds the extension module ``fastsparse_core._C``.
 
-The extension includes no torch header and links the CUDA runtime statically, so one build handles every
-PyTorch version. setuptools' own compiler driver knows neither nvcc, nor parallel compilation, nor a cache by
-content; this file has plain functions for the three and a small ``build_ext`` that calls them.
+The CPU half is always built. The CUDA half is built if the build finds nvcc and an architecture to build for.
+The extension includes no PyTorch header and links the CUDA runtime statically, so one build works with every
+PyTorch version. setuptools can neither run nvcc, nor compile in parallel, nor cache objects by content.
+Functions in this file do that, and a small ``build_ext`` calls them.
 
-What can be set from outside:
+Environment variables:
 
-- ``FASTSPARSE_CUDA_ARCHS``: CUDA architectures, as ``90``, ``80;90`` or ``80;90+PTX``; ``all`` is
-  ``DEFAULT_ARCHS`` with PTX of the last, ``none`` builds the CPU half only. Default: those of the visible
-  GPUs, without any the CPU half only.
-- ``FASTSPARSE_PROGRESS``: a file that the lines about the build go to as well, for pip hides what is printed.
-- ``FASTSPARSE_LINKER``: what links, if not the C++ compiler: one that can aim at an older glibc than the
-  machine's, as ``.ci/wheel`` does. ``LDFLAGS`` then names the libraries of C++.
-- ``FASTSPARSE_CPP=1``: builds the library for C++ programs as well, ``libfastsparse_cpp.so``, next to the
-  extension. That needs an installed PyTorch, 2.10 or newer, and ``pip install --no-build-isolation``.
-- ``CUDA_HOME``, ``CXX``, ``CXXFLAGS``, ``LDFLAGS``, ``NVCC_APPEND_FLAGS``, ``MAX_JOBS``: as everywhere.
+- ``FASTSPARSE_CUDA_ARCHS``: CUDA architectures, for example ``90``, ``80;90`` or ``80;90+PTX``. ``all`` means
+  ``DEFAULT_ARCHS``, with PTX for the last of them. ``none`` builds only the CPU half. By default, the
+  architectures of this machine's GPUs are built, and without a GPU only the CPU half.
+- ``FASTSPARSE_PROGRESS``: a file to which the progress messages are also written, because pip hides the
+  output of a build unless it is called with ``-v``.
+- ``FASTSPARSE_LINKER``: the command that links the objects; default: the C++ compiler. ``.ci/wheel`` sets a
+  linker that links against an older glibc than this machine's. ``LDFLAGS`` must then name the C++ libraries.
+- ``FASTSPARSE_CPP=1``: also builds ``libfastsparse_cpp.so``, the library for C++ programs, next to the
+  extension. This needs an installed PyTorch 2.10 or newer, and ``pip install --no-build-isolation``.
+- ``CUDA_HOME``, ``CUDA_PATH``, ``CXX``, ``CXXFLAGS``, ``LDFLAGS``, ``NVCC_PREPEND_FLAGS``,
+  ``NVCC_APPEND_FLAGS`` and ``MAX_JOBS`` (compilers that run at a time) have their usual meaning.
 """
 
 from __future__ import annotations
@@ -44,13 +47,15 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).resolve().parent
 KERNELS = ROOT / "kernels"
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")
-OLDEST_ARCH = 80  # the kernels use warp-wide reductions that came with it
+OLDEST_ARCH = 80  # the first architecture with the warp-wide reductions that the kernels use
 DEFAULT_ARCHS = ("80", "86", "89", "90", "100", "120")
-#: Whose machine code may use what no later architecture has: the kernels use Hopper's wgmma.
+#: Architectures that are compiled with their own features (90a), which later architectures do not have: the
+#: kernels use Hopper's wgmma.
 WITH_OWN_FEATURES = {"90"}
-#: CUDA files that are compiled as one, and the CPU seconds that it takes for one architecture: nvcc takes 1.3
-#: for an empty file, and what several files instantiate alike is compiled once. So that their names do not
-#: meet, each file has its own in a namespace `..._detail`. A file that stands nowhere here is compiled alone.
+#: Groups of CUDA files that are compiled together, with the CPU seconds that one architecture takes. This
+#: saves time, because nvcc takes 1.3 seconds even for an empty file, and templates that several files
+#: instantiate are compiled once. To avoid clashes of names, each file has a namespace `..._detail`. A file
+#: that is not listed here is compiled alone.
 CUDA_UNITS = {
     ("attention_bsb_backward",): 42,
     ("attention_bsb", "multi_aggregate", "multi_aggregate_backward"): 31,
@@ -103,8 +108,8 @@ CUDA_UNITS = {
         "edge_softmax",
     ): 21,
 }
-CUDA_SECONDS = 5  # of a file that stands nowhere there
-#: The same of C++ files that take longer than a second.
+CUDA_SECONDS = 5  # for a CUDA file that is not listed above
+#: CPU seconds of the C++ files that take longer than a second.
 CPU_SECONDS = {
     "binding": 9,
     "attention_blocks": 3,
@@ -116,7 +121,7 @@ CPU_SECONDS = {
 }
 COMMON = ["-DNDEBUG", "-Ikernels/include"]
 HEADER_SUFFIXES = {".h", ".hpp", ".cuh"}
-#: The operators for C++ programs, and the library that has them.
+#: The source of the operators for C++ programs, and the library that is built from it.
 CPP_SOURCE, CPP_LIBRARY = KERNELS / "torch_operators.cpp", "libfastsparse_cpp.so"
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
@@ -128,7 +133,7 @@ def find_nvcc(env: Mapping[str, str], site_dirs: Iterable[str | Path]) -> Path |
     """Finds nvcc.
 
     Args:
-        env: Environment with ``CUDA_HOME``, ``CUDA_PATH`` and ``PATH``; the named toolkit wins over ``PATH``.
+        env: Environment with ``CUDA_HOME``, ``CUDA_PATH`` and ``PATH``, in this order.
         site_dirs: Folders that may hold the pip packages of NVIDIA's compiler (``nvidia/*/bin/nvcc``).
 
     Returns:
@@ -145,13 +150,13 @@ def find_nvcc(env: Mapping[str, str], site_dirs: Iterable[str | Path]) -> Path |
 
 
 def site_dirs() -> list[str]:
-    """Returns where pip packages are, the environment's own folders included when pip builds in isolation."""
+    """Returns the folders of pip packages, including the environment's when pip builds in isolation."""
     paths = sysconfig.get_paths()
     return list(dict.fromkeys([*sys.path, paths["purelib"], paths["platlib"]]))
 
 
 def report(message: str) -> None:
-    """Prints one line about the build; ``FASTSPARSE_PROGRESS`` gets it too, as pip shows it with -v only."""
+    """Prints a progress message, and appends it to the file ``FASTSPARSE_PROGRESS``, if that is set."""
     line = f"fastsparse-gnn: {message}"
     print(line, flush=True)
     if os.environ.get("FASTSPARSE_PROGRESS"):
@@ -160,7 +165,7 @@ def report(message: str) -> None:
 
 
 def output_of(*command: str | Path) -> str:
-    """Returns what a command prints on stdout and stderr, or an empty string where it cannot run or fails."""
+    """Returns a command's output on stdout and stderr, or an empty string if it cannot run or fails."""
     try:
         done = subprocess.run(list(map(str, command)), text=True, capture_output=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -173,7 +178,7 @@ def parse_archs(text: str) -> tuple[list[str], list[str]]:
 
     Args:
         text: Architectures separated by ``;``, ``,`` or blanks, each as ``90`` or ``9.0``, with ``+PTX``
-            where PTX is wanted too.
+            if PTX is also needed.
 
     Returns:
         (architectures for machine code, architectures for PTX), each as digits in ascending order.
@@ -204,13 +209,13 @@ def choose_archs(
     Args:
         requested: ``FASTSPARSE_CUDA_ARCHS``, or an empty string.
         visible: Architectures of the GPUs of this machine.
-        supported: What this nvcc and these kernels can be built for; at least one.
+        supported: Architectures that this nvcc and the kernels support; at least one.
 
     Returns:
-        (architectures for machine code, architectures for PTX); both empty where no GPU here can run them.
+        (architectures for machine code, architectures for PTX); both are empty if no GPU is supported.
 
     Raises:
-        ValueError: An architecture was asked for that is not supported.
+        ValueError: A requested architecture is not supported.
     """
 
     def known(archs: Iterable[str]) -> list[str]:
@@ -224,12 +229,12 @@ def choose_archs(
         unknown = [arch for arch in machine_code if arch not in supported]
         if unknown:
             raise ValueError(
-                f"FASTSPARSE_CUDA_ARCHS={requested!r}: the kernels and this nvcc go together for "
-                f"{';'.join(supported)}, not for {';'.join(unknown)}; leave those out or install another nvcc"
+                f"FASTSPARSE_CUDA_ARCHS={requested!r}: the kernels and this nvcc support "
+                f"{';'.join(supported)}, not {';'.join(unknown)}; remove the latter or install another nvcc"
             )
         return machine_code, ptx
     machine_code = set(known(visible))
-    # For a GPU that this nvcc does not know the driver compiles from the PTX of the last one before it.
+    # If this nvcc does not know a GPU's architecture, the driver compiles the PTX of the newest older one.
     older = [[arch for arch in supported if int(arch) < int(gpu)] for gpu in visible if gpu not in supported]
     ptx = {max(archs, key=int) for archs in older if archs}
     return sorted(machine_code | ptx, key=int), sorted(ptx, key=int)
@@ -243,7 +248,7 @@ def visible_gpu_archs() -> list[str]:
 
 @dataclass(frozen=True)
 class Cuda:
-    """What it takes to build the CUDA half."""
+    """The CUDA toolkit, and the architectures to build for."""
 
     nvcc: Path
     version: str
@@ -284,7 +289,7 @@ def find_cuda(env: Mapping[str, str]) -> Cuda | str:
     if nvcc is None:
         return f"no nvcc in CUDA_HOME, PATH, pip packages or {SYSTEM_TOOLKIT}"
 
-    # Only a dry run tells where nvcc, which may be a wrapper or a link, has its headers and libraries.
+    # nvcc may be a wrapper or a link, so a dry run has to find its headers and libraries.
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder, "empty.cu")
         empty.touch()
@@ -304,7 +309,7 @@ def find_cuda(env: Mapping[str, str]) -> Cuda | str:
 
     version = output_of(nvcc, "--version")
     listed = re.findall(r"compute_(\d+)", output_of(nvcc, "--list-gpu-arch"))
-    if re.search(r"release 11\.", version):  # which knows architecture 9.0 without its own features
+    if re.search(r"release 11\.", version):  # CUDA 11 supports architecture 90, but not 90a
         listed = [arch for arch in listed if arch not in WITH_OWN_FEATURES]
     supported = sorted((arch for arch in listed if int(arch) >= OLDEST_ARCH), key=int)
     if not supported:
@@ -326,12 +331,13 @@ class Job:
 
     Attributes:
         source: The file, below `ROOT`.
-        others: More files that are compiled with it as if they stood before it.
+        others: More files, which are compiled with the source as if their text came before it.
         command: Compiler and flags, without input and output.
-        include_dirs: Folders outside this repository, searched as system headers. Not their paths but
-            `versions` count for the cache: pip's isolated builds put pybind11 at another place every time.
-        versions: Whatever else decides what comes out: the compiler's version, pybind11's, Python's.
-        seconds: What one core takes, for one architecture.
+        include_dirs: Folders outside this repository, searched as system headers. The key of the cache
+            contains `versions` instead of these paths, because pip's isolated builds use another folder every
+            time.
+        versions: Versions that the object depends on: of the compiler, pybind11 and Python.
+        seconds: Seconds that one core takes for one architecture.
     """
 
     source: Path
@@ -353,22 +359,22 @@ class Job:
         return found
 
     def expected_seconds(self) -> float:
-        """Returns roughly how long one core takes. Of several architectures each costs two thirds of one."""
+        """Returns roughly the seconds on one core. Each further architecture adds two thirds of the first."""
         archs = sum(flag.startswith("-gencode") for flag in self.command)
         return self.seconds * (archs + 0.5 if archs > 1 else 1.5) / 1.5
 
     def weight(self) -> tuple[float, int]:
-        """Returns what sorts jobs by the time that they take: where that is unknown, the text of `files`."""
+        """Returns a sorting key: the expected time, then the size of `files`, because times are rough."""
         return self.expected_seconds(), sum(file.stat().st_size for file in self.files())
 
     @property
     def name(self) -> str:
-        """What a line about it calls it."""
+        """The name in progress messages."""
         more = f" and {len(self.others)} more" if self.others else ""
         return f"{self.source.relative_to(ROOT)}{more}"
 
     def object_name(self) -> str:
-        """Returns the name under which the object is cached: a digest of all that decides what it holds."""
+        """Returns the name of the cached object, with a digest of everything that the object depends on."""
         parts = [
             digest_of(self.files()),
             *(part.encode() for part in self.command),
@@ -379,7 +385,7 @@ class Job:
         return f"{self.source.stem}-{digest.hexdigest()[:32]}.o"
 
     def compile(self, target: Path) -> float:
-        """Compiles to `target`, which appears only when it is complete.
+        """Compiles into a temporary file, which is renamed to `target` when it is complete.
 
         Returns:
             The seconds it took.
@@ -434,7 +440,7 @@ def sources(cuda: bool) -> list[Path]:
 
 
 def units(cuda: bool) -> list[tuple[list[Path], float]]:
-    """Returns the files to compile, those as one together, and the seconds that each compilation takes."""
+    """Returns the groups of files that are compiled together, with the seconds that each group takes."""
     alone = {source: source.suffix for source in sources(cuda)}
     found = []
     for names, seconds in CUDA_UNITS.items():
@@ -450,7 +456,7 @@ def units(cuda: bool) -> list[tuple[list[Path], float]]:
 
 
 def compile_all(jobs: Sequence[Job], cache: Path, workers: int) -> list[Path]:
-    """Compiles what the cache does not have yet, several files at a time, the longest first.
+    """Compiles the files that are not in the cache, several at a time, the longest first.
 
     Args:
         jobs: The compilations.
@@ -463,7 +469,7 @@ def compile_all(jobs: Sequence[Job], cache: Path, workers: int) -> list[Path]:
     cache.mkdir(parents=True, exist_ok=True)
     objects = [cache / job.object_name() for job in jobs]
     missing = [(job, target) for job, target in zip(jobs, objects, strict=True) if not target.exists()]
-    # No core shall wait at the end for a long file that another began last.
+    # Long files come first, so that no core has to wait for a long file at the end.
     missing.sort(key=lambda pair: pair[0].weight(), reverse=True)
 
     if missing:
@@ -478,7 +484,7 @@ def compile_all(jobs: Sequence[Job], cache: Path, workers: int) -> list[Path]:
         report(f"{next(done)}/{len(missing)} {job.name} ({seconds:.0f} s)")
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(build, missing))  # which raises what a compilation raised, and starts no more of them
+        list(pool.map(build, missing))  # `list` raises the error of a failed compilation
     report(f"{len(missing)} files compiled, {len(jobs) - len(missing)} from the cache")
     return objects
 
@@ -498,8 +504,8 @@ def openmp_flags(cxx: Sequence[str]) -> list[str]:
 
 
 def host_command(cxx: Sequence[str]) -> list[str]:
-    """Returns the C++ compiler with what all files have in common."""
-    # No -march: the CPU kernels exist for AVX2 and for every machine and choose at run time. No code
+    """Returns the C++ compiler with the options of all C++ files."""
+    # No -march: the kernels are compiled for AVX2 and for any CPU, and choose at run time. No code
     # reads errno or the floating-point flags, so the options below let compilers vectorise branches.
     host = [*cxx, "-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", *COMMON]
     return [*host, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *openmp_flags(cxx)]
@@ -557,9 +563,9 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
     for (*others, source), seconds in units(cuda is not None):
         if source.suffix == ".cu":
             assert cuda is not None
-            host_compiler = ["-ccbin", cxx[0]] if len(cxx) == 1 else []  # nvcc wants a bare name
+            host_compiler = ["-ccbin", cxx[0]] if len(cxx) == 1 else []  # nvcc accepts no arguments here
             command = [str(cuda.nvcc), *host_compiler, "-std=c++17", *COMMON, "--expt-relaxed-constexpr"]
-            # nvcc's own -O is for the host's half, which only launches; kernels are compiled with -O3 anyway.
+            # nvcc's -O is for host code, which only launches kernels. Kernels are compiled with -O3 anyway.
             command += [*cuda.gencode, "-O1"]
             command += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-Wno-deprecated-gpu-targets"]
             extra = [env.get("NVCC_PREPEND_FLAGS", ""), env.get("NVCC_APPEND_FLAGS", "")]
@@ -667,13 +673,13 @@ class BuildExt(build_ext):
 
 
 def repository(env: Mapping[str, str]) -> str:
-    """Returns the web address of the repository whose workflow builds, "" where none does."""
+    """Returns the web address of the repository whose workflow runs the build, or "" outside of workflows."""
     name = env.get("GITHUB_REPOSITORY", "")
     return name and f"{env.get('GITHUB_SERVER_URL', 'https://github.com')}/{name}"
 
 
 def project_urls(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns what a package index links to."""
+    """Returns the links that a package index shows."""
     address = repository(env)
     if not address:
         return {}

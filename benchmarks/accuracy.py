@@ -34,11 +34,11 @@ class Model(NamedTuple):
 
     Attributes:
         example: Its module.
-        datasets: Names.
-        frameworks: Whose layers.
-        precisions: Of the drop-ins on a GPU; elsewhere those of them that are fp32 or bf16.
-        runs: Repetitions.
-        options: What else the example's command line is given.
+        datasets: Names of the datasets.
+        frameworks: Names of the frameworks.
+        precisions: Precisions of the drop-ins on a GPU. On the CPU, only fp32 and bf16 of these run.
+        runs: Number of repetitions.
+        options: Further options for the example's command line.
     """
 
     example: str

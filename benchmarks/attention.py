@@ -62,7 +62,7 @@ class Case:
         return [features(), features(), draw(self.heads, self.width) / math.sqrt(self.width)]
 
     def ends(self) -> tuple[str, str, str]:
-        """Which nodes each operand has rows for: destinations, sources or none."""
+        """The nodes for which each operand has rows: destinations, sources or none."""
         return ("dst", "src", "none" if self.operator == "gatv2_attention" else "src")
 
     def call(self, adj: Adjacency, inputs: Sequence[Tensor], algorithm: str) -> Tensor:

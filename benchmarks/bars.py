@@ -15,14 +15,14 @@ WIDTH, LABELS, BAR, GAP = 760, 290, 14, 8
 
 @dataclass(frozen=True)
 class Chart:
-    """Which numbers of a table a chart shows.
+    """The numbers of a table that a chart shows.
 
     Attributes:
         record: Folder and name of the record.
-        table: How the table's title begins.
+        table: The beginning of the table's title.
         labels: Columns that together name a group of bars.
         values: Columns of numbers; a bar of each group.
-        title: What the numbers are, with their unit.
+        title: The quantity and its unit.
         longest: Bars of larger numbers are cut.
     """
 

@@ -29,7 +29,7 @@ CLASSES, RELATIONS = 8, 16
 
 
 class Sizes(NamedTuple):
-    """How large the programs are.
+    """The sizes of the programs.
 
     Attributes:
         width: of hidden layers.

@@ -47,7 +47,7 @@ def original_and_drop_in(
 
 @dataclass
 class Inputs:
-    """What the layers are called with.
+    """The arguments of the layers.
 
     Attributes:
         edge_index: (2, num_edges).

@@ -113,7 +113,7 @@ class Recorder:
 
     Args:
         name: The benchmark, and the stem of its file.
-        device: Where it runs.
+        device: The device on which it runs.
         settings: The arguments it ran with.
         root: Folder of results; the file is ``root/<machine>/<name>.json``.
         commit: The commit measured, where git cannot tell.

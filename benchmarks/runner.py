@@ -170,7 +170,7 @@ class Benchmark:
         options: Further options, as `option` makes them, by name.
         notes: Sentences that the reader of the numbers needs.
         variant: Tells several records of the benchmark apart.
-        device: What is measured; None: the option says.
+        device: The device to measure; None: the device of the option.
     """
 
     name: str

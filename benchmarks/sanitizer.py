@@ -32,7 +32,7 @@ DRIVER = record.REPOSITORY / "tests" / "sanitize.py"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 #: A part of the mangled names of all our kernels and of none of PyTorch's or CUB's.
 OUR_KERNELS = "fastsparse4cuda"
-#: How the last line of a log says what was found.
+#: The summary in the last line of a log.
 SUMMARY = re.compile(
     r"RACECHECK SUMMARY: \d+ hazards? displayed \((?P<errors>\d+) errors?, (?P<warnings>\d+) warnings?\)"
     r"|ERROR SUMMARY: (?P<found>\d+) errors?"

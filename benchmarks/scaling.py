@@ -135,7 +135,7 @@ class Team:
 
     Attributes:
         rank: Of this process.
-        size: How many take part: those of the lowest ranks.
+        size: Number of processes that take part; they have the lowest ranks.
         device: Of this process.
         group: Their group.
     """
@@ -287,7 +287,7 @@ def _shared_graph(name: str, team: Team) -> suite.Graph:
 
 @dataclass
 class FirstStep:
-    """What one GPU computes, to compare with: logits, and the parameters' gradients."""
+    """The results of one GPU, as a reference: logits, and the parameters' gradients."""
 
     logits: Tensor
     gradients: list[Tensor]

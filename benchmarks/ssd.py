@@ -45,7 +45,7 @@ PARTS = ("forward", "backward", "groups", "ablation", "scaling", "slots", "maxk"
 
 
 class Subject(NamedTuple):
-    """What is measured on one graph, and how its results are checked."""
+    """A graph to measure, with the exact result that others are checked against."""
 
     name: str
     adj: Adjacency

@@ -28,7 +28,7 @@ from fastsparse_core import Adjacency
 #: Prefix of names that mean a file ``$FASTSPARSE_DATA/<name>.npz`` instead of a stand-in.
 REAL = "real:"
 
-#: What help texts say about names of graphs.
+#: The description of graph names in help texts.
 NAMES = "names of the suite, or real:<name>"
 
 
@@ -112,7 +112,7 @@ class Graph:
         return self.col.numel()
 
     def facts(self) -> dict[str, Any]:
-        """What every cell of a record says of it."""
+        """The fields about this graph in every cell of a record."""
         return {"graph": self.name, "nodes": self.num_nodes, "edges": self.num_edges}
 
     def row(self) -> Tensor:

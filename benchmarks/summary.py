@@ -24,10 +24,10 @@ class Topic:
 
     Attributes:
         title: Its heading.
-        about: What was measured, for a reader who knows PyTorch.
-        benchmarks: Which records it shows, by how their names begin; the longest such beginning counts.
+        about: Description of the measurements, for a reader who knows PyTorch.
+        benchmarks: Beginnings of the names of its records. If several topics match, the longest one counts.
         on_gpu: Whether it shows records of machines with a GPU, or of those without.
-        chart: What its chart shows. None: the first plot in the folder of its records.
+        chart: Content of its chart. None: the first plot in the folder of its records.
     """
 
     title: str
@@ -209,7 +209,7 @@ def _overview(records: list[Record], folder: Path, name: str) -> str:
 
 
 def _at_a_glance(records: list[Record], folder: Path) -> list[str]:
-    """What a reader wants first, on one screen: training on the first GPU that was measured."""
+    """The first section of the results: training on the first GPU that was measured."""
     for path, result in records:
         plot = path.with_name(f"{path.stem}_overview.png")
         if result["name"] == "train" and "gpu" in result["machine"] and plot.exists():
@@ -266,7 +266,7 @@ def _page(topic: Topic, records: list[Record], folder: Path, drawn: tuple[Path, 
 
 
 def _beginning(path: Path) -> str:
-    """Which of the topics' names a record's own name begins with."""
+    """The longest of the topics' names with which a record's name begins."""
     names = (name for topic in TOPICS.values() if topic.on_gpu for name in topic.benchmarks)
     return max((name for name in names if path.stem.startswith(name)), key=len, default="")
 

@@ -1,8 +1,12 @@
-"""One timer for every benchmark.
+"""The timers of all benchmarks: for kernels, for steps of a loop, and for the wall clock.
 
-Device time comes from events around each call, after a write that pushes the inputs out of the last-level
-cache, and behind a short wait on the device that lets the host queue the whole call first: what is measured
-is the device's work and not the host's.
+- `kernel_time` measures GPU work alone, between two CUDA events around each call. Before each call, a large
+  write evicts the inputs from the last-level cache. Then the GPU waits for the time that the host takes to
+  queue the call (at most 2 ms), so host work is not measured.
+- `step_time` measures steps that the host queues ahead, as in training.
+- `wall_time` and `wall_times` measure what a user waits for, including host work.
+
+On the CPU, all of them use the wall clock.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import torch
 
 T = TypeVar("T")
 
-#: Bytes written between two calls: more than the last-level cache of any GPU of today.
+#: Number of bytes written between two calls: larger than the last-level cache of any current GPU.
 FLUSH_BYTES = 256 * 2**20
 
 
@@ -31,9 +35,9 @@ class Timing:
 
     Attributes:
         median_ms: The median.
-        p20_ms, p80_ms: The spread: the fastest and the slowest fifth begin here.
-        samples: How many calls were timed.
-        method: How.
+        p20_ms, p80_ms: The 20th and the 80th percentile.
+        samples: Number of timed calls.
+        method: The clock, and how the calls followed each other, in words.
     """
 
     median_ms: float
@@ -43,12 +47,12 @@ class Timing:
     method: str
 
     def as_cell(self, prefix: str = "") -> dict[str, Any]:
-        """The fields as entries of a record's cell, their names behind a prefix."""
+        """The fields as entries of a record's cell. The prefix is put before each name."""
         return {prefix + key: round(v, 6) if isinstance(v, float) else v for key, v in asdict(self).items()}
 
 
 def summarise(milliseconds: Sequence[float], method: str) -> Timing:
-    """Median and spread of single measurements."""
+    """Median and percentiles of single measurements."""
     if len(milliseconds) == 1:
         return Timing(milliseconds[0], milliseconds[0], milliseconds[0], 1, method)
     fifths = statistics.quantiles(milliseconds, n=5, method="inclusive")
@@ -56,7 +60,11 @@ def summarise(milliseconds: Sequence[float], method: str) -> Timing:
 
 
 def in_turn(calls: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Results by name of several calls, which alternate: other work on the machine slows all equally."""
+    """Runs several calls alternately, so that other work on the machine slows all of them equally.
+
+    Returns:
+        The results of each call, by name.
+    """
     found: dict[str, list[T]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -69,15 +77,15 @@ def _samples(one_call_ms: float, budget_ms: float, min_calls: int, max_calls: in
 
 
 def kernel_time(fn: Callable[[], Any], device: torch.device, *, budget_ms: float = 60.0) -> Timing:
-    """Time of an operator's own work, inputs cold: on CUDA between events, else by the wall clock.
+    """Times an operator with cold inputs: between CUDA events on a GPU, by the wall clock on the CPU.
 
     Args:
         fn: The call.
-        device: Where it works.
+        device: The device of the call.
         budget_ms: About how long to measure; at least 5 and at most 100 calls are timed.
 
     Returns:
-        Median and spread.
+        Median and percentiles.
     """
     if device.type != "cuda":
         return wall_time(fn, device, budget_ms=budget_ms)
@@ -113,17 +121,17 @@ def step_time(
     warm_up: int = 4,
     min_calls: int = 5,
 ) -> Timing:
-    """Time per step of a loop: the host queues the next step while the device works, as training does.
+    """Times the steps of a loop. The host queues the next step while the device works, as in training.
 
     Args:
         fn: One step.
-        device: Where it works.
+        device: The device of the call.
         budget_ms: About how long to measure; at most 100 steps are timed.
-        warm_up: Steps before that, at least 1.
-        min_calls: Fewest steps to time.
+        warm_up: Number of steps before the timed ones, at least 1.
+        min_calls: The minimum number of steps to time.
 
     Returns:
-        Median and spread.
+        Median and percentiles.
     """
     if device.type != "cuda":
         return wall_time(fn, device, budget_ms=budget_ms, warm_up=warm_up, min_calls=min_calls)
@@ -150,18 +158,18 @@ def wall_time(
     min_calls: int = 5,
     max_calls: int = 200,
 ) -> Timing:
-    """Time from call to finished result by the host's clock: what a user waits, host work included.
+    """Times a call by the host's clock, from the call to the finished result, including host work.
 
     Args:
         fn: The call.
-        device: Where it works; a CUDA device is synchronised before and after each call.
+        device: The device of the call; a CUDA device is synchronised before and after each call.
         budget_ms: About how long to measure.
-        warm_up: Calls before that.
+        warm_up: Number of calls before the timed ones.
         min_calls: The minimum number of calls to time.
         max_calls: The maximum number of calls to time.
 
     Returns:
-        Median and spread.
+        Median and percentiles.
     """
     one = {"": fn}
     return wall_times(
@@ -179,22 +187,22 @@ def wall_times(
     max_calls: int = 200,
     around: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, Timing]:
-    """`wall_time` of several calls, alternating, so that other work on the machine slows all alike.
+    """Times several calls as `wall_time` does, alternating, so that other work slows all of them equally.
 
-    Before each timed call of several the same call is made once more: then its caches have its own data, and
-    not that of another call.
+    If there are several calls, each runs once more, untimed, before it is timed. The caches then contain its
+    own data, and not the data of another call.
 
     Args:
         calls: The calls, by name.
-        device: As there, like what follows; the budget is that of each call.
-        budget_ms: About how long to measure, if the calls took equally long, what is not timed aside.
-        warm_up: Rounds before that.
-        min_calls: Fewest rounds to time.
-        max_calls: Most rounds to time.
-        around: What is entered, by name, for a call and its repetition, and not timed.
+        device: The device of the calls; a CUDA device is synchronised before and after each call.
+        budget_ms: About how long to measure each call, without untimed runs, if all calls take equally long.
+        warm_up: Number of rounds (one run of each call) before the timed ones.
+        min_calls: The minimum number of rounds to time.
+        max_calls: The maximum number of rounds to time.
+        around: Context managers by name of the call. Each is active during a call and its untimed run.
 
     Returns:
-        Median and spread by name.
+        Median and percentiles, by name.
     """
     around = around or {}
 

@@ -124,7 +124,7 @@ class Implementation:
 
     Attributes:
         layer: Its class.
-        options: What it is given besides widths.
+        options: Arguments of the class in addition to the widths.
         form: Form of the graph.
         most_edges: It is left out of graphs with more edges unless asked for; None: no limit.
         warm_up: Training steps before the timed ones.
@@ -233,7 +233,7 @@ def _cells_of_form(run: Run, graph: suite.Graph, form: str) -> Iterator[Job]:
 
 
 def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextManager[None]:
-    """What a forward pass in one of `DTYPES` runs in."""
+    """The autocast context for a forward pass in one of `DTYPES`."""
     return torch.autocast(device.type, torch.bfloat16) if dtype == "bf16-amp" else contextlib.nullcontext()
 
 

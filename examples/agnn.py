@@ -39,7 +39,7 @@ class AGNN(nn.Module):
     """Propagations by cosine attention between two linear maps, after Thekumparampil et al. (2018).
 
     Args:
-        framework: How to call the layers.
+        framework: The framework whose layers these are.
         propagations: The layers; they have no weight but the attention's temperature.
         in_channels: Width of the features.
         out_channels: Number of classes.

@@ -81,7 +81,7 @@ class Model(nn.Module):
 
 
 class Trained(NamedTuple):
-    """What a training run gave."""
+    """The results of a training run."""
 
     accuracy: float
     seconds_per_epoch: float

@@ -51,7 +51,7 @@ class GAT(nn.Module):
     """Attention layers with ELU and dropout between them, after Veličković et al. (2018).
 
     Args:
-        framework: How to call the layers.
+        framework: The framework whose layers these are.
         attention: Constructor of a layer.
         in_channels: Width of the features.
         out_channels: Number of classes.

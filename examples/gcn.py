@@ -45,7 +45,7 @@ class GCN(nn.Module):
     """Graph convolutions with ReLU and dropout between them, after Kipf and Welling (2017).
 
     Args:
-        framework: How to call the layers.
+        framework: The framework whose layers these are.
         conv: Constructor ``conv(in_channels, out_channels)`` of the layer.
         in_channels: Width of the features.
         out_channels: Number of classes.

@@ -48,7 +48,7 @@ class NodeTransformer(nn.Module):
     """Graph transformer layers between two linear maps, for nodes.
 
     Args:
-        framework: How to call the layers.
+        framework: The framework whose layers these are.
         layers: The layers, all of width `recipe.hidden`.
         in_channels: Width of the features.
         out_channels: Number of classes.
@@ -85,7 +85,7 @@ class GraphTransformer(nn.Module):
     """Graph transformer layers on embedded categories, then the mean over each graph's nodes.
 
     Args:
-        framework: How to call the layers.
+        framework: The framework whose layers these are.
         layers: The layers, all of width `recipe.hidden`.
         code_sizes: Number of categories of each feature.
         out_channels: Number of classes.

@@ -47,7 +47,7 @@ class SparseActivationGNN(nn.Module):
     """A linear layer, then graph convolutions, each of ReLU's or MaxK's activations with dropout.
 
     Args:
-        framework: How to call the layers.
+        framework: The framework whose layers these are.
         conv: Constructor ``conv(in_channels, out_channels)`` of the layer.
         in_channels: Width of the features.
         out_channels: Number of classes.

@@ -55,7 +55,7 @@ class GraphModel(nn.Module):
     """Graph layers with batch norms on embedded atoms, then the mean over each graph's atoms.
 
     Args:
-        framework: How to call the layers.
+        framework: The framework whose layers these are.
         convs: The layers, all of width `recipe.hidden`.
         code_sizes: Number of categories of each feature.
         recipe: Width and dropout.

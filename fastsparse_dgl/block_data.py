@@ -97,7 +97,7 @@ def gathered(frame: Any, ids: Tensor, id_name: str, reads: set[Any], key: Any) -
 
 
 def unread(frame: Any, ids: Tensor, reads: set[Any], key: Any) -> Any:
-    """Like :func:`gathered`, for a block on a GPU: its columns are `GraphColumn`."""
+    """Returns a frame as :func:`gathered` does, for a block on a GPU. Its columns are `GraphColumn`s."""
     columns = {name: GraphColumn(frame[name], ids, reads, (key, name)) for name in frame}
     made = Frame(columns, len(ids))
     made._initializers, made._default_initializer = frame._initializers, frame._default_initializer

@@ -190,7 +190,7 @@ def place(host: Any, device: torch.device) -> Any:
             raise DGLError(
                 f"graphs on {device} cannot be used in a forked process or in a loader's worker, because "
                 "CUDA does not work there. Give the loader graphs on the CPU and move its batches with "
-                "batch.to(device), or leave num_workers out"
+                "batch.to(device), or use num_workers=0"
             )
         # A second Python handle of the same C++ object, which DGL counts as a reference.
         index = dgl._ffi.object_generic.convert_to_object([host])[0]

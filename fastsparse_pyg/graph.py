@@ -166,7 +166,7 @@ def _from_edge_list(
 
 #: Value of `add_self_loops`: if no edge is a loop, the structure has none, and the kernel adds them.
 BY_KERNEL = "by the kernel"
-#: How a layer adds self loops -> how a structure does.
+#: Option `add_self_loops` of a layer -> option `self_loops` of a structure.
 SELF_LOOPS: dict[bool | str, SelfLoops] = {False: "keep", True: "replace", BY_KERNEL: "replace_if_some"}
 
 

@@ -132,7 +132,7 @@ def relations_of(
 
 
 def options_of(shape: tuple[int, int], num_relations: int, flow: str, *rest: Any) -> tuple[Any, ...]:
-    """What the structure depends on besides its tensors, for the cache."""
+    """The cache key without tensors: the options on which the structure depends."""
     return shape, num_relations, flow, *(rest or (None, False)), "relations"
 
 

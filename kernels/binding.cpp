@@ -35,7 +35,7 @@
 
 namespace fastsparse {
 
-// Where a call runs. device < 0: the CPU, with `queue` threads; otherwise `queue` is a stream.
+// The device of a call. device < 0: the CPU, with `queue` threads; otherwise `queue` is a stream.
 struct Place {
   int device;
   std::uintptr_t queue;

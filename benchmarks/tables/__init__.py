@@ -90,7 +90,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
 
 @dataclass(frozen=True)
 class Chapter:
-    """What the results page says of a benchmark.
+    """The text about a benchmark on the results page.
 
     Attributes:
         title: Its heading.

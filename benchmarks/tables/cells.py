@@ -181,7 +181,7 @@ def pivot(
     """Tables of cells.
 
     Args:
-        cells: What was measured.
+        cells: The measurements.
         title: May name fields of the first cell in braces.
         rows: The fields whose values tell rows apart; none: every cell is a row.
         columns: The columns, or what makes them from the cells of a table.

@@ -1,4 +1,4 @@
-"""What the examples share: data, frameworks, the training loop, reports and the command line.
+"""Code that the examples share: data, frameworks, the training loop, reports and the command line.
 
 Each module reads on its own:
 

@@ -71,7 +71,7 @@ def above_zero(text: str) -> float:
     return value
 
 
-#: What --dataset takes.
+#: The values that --dataset accepts.
 DATASETS = (
     "planted (embedded) or karate (comes with the framework); the path of an .npz file; a file of that name "
     "in --root; or a name that the framework's loader knows, with its files in --root: "
@@ -99,7 +99,7 @@ def parser(
     """A parser with the options that all examples share.
 
     Args:
-        description: What the example does.
+        description: One sentence about the example.
         heads: Whether it has attention heads, so takes ``--heads``.
         conv: Whether it trains the original and the drop-in layer, so takes ``--conv``.
         datasets: For an example that knows only these datasets, with the features they have.
@@ -212,11 +212,11 @@ def train_and_report(
     """Runs a whole node-classification example.
 
     Args:
-        options: What `parser` parsed.
+        options: The parsed options of `parser`.
         recipe_of: The hyper-parameters for a dataset.
         make_model: Builds the model for a layer.
         console: Where to print.
-        convs: What to compare; by default what --conv says.
+        convs: The layers to compare; by default those of --conv.
         extras: Further entries of the log, as they are after the training.
 
     Returns:
@@ -287,7 +287,7 @@ def train_graphs_and_report(
     """Runs a whole graph-classification example.
 
     Args:
-        options: What `parser` parsed.
+        options: The parsed options of `parser`.
         dataset: Many small graphs.
         recipe: The hyper-parameters for it.
         make_model: Builds the model for a layer.

@@ -37,14 +37,14 @@ class NodeDataset:
     """A graph whose nodes are to be classified.
 
     Attributes:
-        name: What the user asked for.
+        name: The dataset's name, as the user gave it.
         edge_index: int64 (2, E), row 0 sources and row 1 destinations, both directions of every edge.
         y: int64 (num_nodes,), -1 where a node has no label.
         num_classes: Number of classes.
         x: float32 (num_nodes, features), or None when the source has no features.
         given_splits: The splits that come with the data; empty if there are none.
         random_shares: Shares of training and validation nodes where splits are drawn.
-        notes: What was done to the data, for the report.
+        notes: Changes to the data, for the report.
     """
 
     name: str

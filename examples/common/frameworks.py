@@ -71,7 +71,7 @@ LAYERS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
-#: What --conv both runs, in this order.
+#: The layers that `--conv both` trains, in this order.
 CONVS = ("reference", "fast")
 
 
@@ -87,7 +87,7 @@ class Nodes(Protocol):
 
 @dataclass(frozen=True)
 class Framework:
-    """How one framework calls its layers.
+    """A framework, and how its layers are called.
 
     Attributes:
         name: ``pyg`` or ``dgl``.

@@ -26,7 +26,7 @@ class GraphDataset:
     """Small graphs to be classified, as one disjoint union.
 
     Attributes:
-        name: What the user asked for.
+        name: The dataset's name, as the user gave it.
         edge_index: int64 (2, E), both directions of every edge, sorted by destination.
         edge_ptr: int64 (graphs + 1,), the edges of every graph.
         node_ptr: int64 (graphs + 1,), the nodes of every graph.

@@ -38,13 +38,13 @@ class Evaluation:
     """A fixed part of the data. Logits stay on the device until the last batch has been launched.
 
     Args:
-        model: What is evaluated.
+        model: The model to evaluate.
         dataset: All graphs.
         graphs: Those of this part.
         size: Graphs per batch.
         device: Where the model is.
         make_graph: Turns a batch on the device into what the model's layers take.
-        as_step: What captures the function of a batch; None: it runs as it is.
+        as_step: The function that captures the evaluation of a batch; None: no capture.
         takes_pyg: Whether batches are PyG's. Others are converted once.
     """
 
@@ -108,7 +108,7 @@ def train_run(
         precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
         seed: Seed of the order of graphs, and of the split where it is drawn.
         progress: Bar that is moved by one per epoch.
-        as_step: What captures the training step and the evaluation; None: they run as they are.
+        as_step: The function that captures the training step and the evaluation; None: no capture.
         takes_pyg: Whether batches are PyG's, from `fastsparse_pyg.DataLoader`.
 
     Returns:

@@ -54,9 +54,9 @@ class Training:
     """One kind of training, in the pieces that the loop needs.
 
     Attributes:
-        model: What is trained.
+        model: The model to train.
         batches: Gives the batches of one epoch, drawn from PyTorch's generator.
-        steps: How many those are.
+        steps: Number of batches of an epoch.
         loss: The mean loss over a batch, and over how many examples it is.
         evaluate: The scores of ``train``, ``val`` and ``test``; called without gradients, the model in
             evaluation mode.
@@ -123,7 +123,7 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 @dataclass
 class State:
-    """How far the runs have come.
+    """The progress of all runs.
 
     Attributes:
         finished: Results of the runs that are done.
@@ -315,7 +315,7 @@ def train_runs(
 
     Args:
         options: With what `add_options` adds, ``precision`` and ``seed``.
-        settings: What must not change between a checkpoint and its continuation.
+        settings: Settings that must not change between a checkpoint and its continuation.
         make_training: ``make_training(run)`` gives what to train, the model on the device and freshly drawn,
             and the layer's name.
         recipe: Hyper-parameters.

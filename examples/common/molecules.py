@@ -24,7 +24,7 @@ def drawn_molecules(num_graphs: int = 4000, seed: int = 0) -> GraphDataset:
     double bonds join atoms of the kinds 0 and 1: neither the kinds of atoms nor the counts of bonds tell it.
 
     Args:
-        num_graphs: How many.
+        num_graphs: Number of graphs.
         seed: Seed of everything drawn.
     """
     generator = np.random.default_rng(seed)
@@ -58,7 +58,7 @@ def drawn_molecules(num_graphs: int = 4000, seed: int = 0) -> GraphDataset:
 
 
 def _starts(first: np.ndarray, node_ptr: np.ndarray) -> np.ndarray:
-    """Where every graph's bonds begin among the sorted first ends; every graph has some."""
+    """The position of every graph's first bond, if bonds are sorted by first end; every graph has bonds."""
     return np.searchsorted(np.sort(first), node_ptr[:-1])
 
 

@@ -20,7 +20,7 @@ from .ogb_tasks import OgbNodes
 
 
 class Options(Protocol):
-    """What the models need to know of the command line."""
+    """The options of the command line that the models read."""
 
     framework: str
     conv: str
@@ -44,7 +44,7 @@ class NodeModel(nn.Module):
     """Graph layers with something after each; whole graphs and mini-batches alike.
 
     Args:
-        framework: How to call the layers.
+        framework: The framework whose layers these are.
         convs: The layers.
         after: What follows each of them.
         skips: Linear maps of what a layer takes, added to what it gives; none if empty.

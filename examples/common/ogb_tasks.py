@@ -37,7 +37,7 @@ class OgbNodes:
         split: Node ids of ``train``, ``val`` and ``test``.
         metric: ``accuracy`` or ``roc_auc``.
         evaluator: OGB's Evaluator.
-        notes: What was done to the data.
+        notes: Changes to the data, for the report.
     """
 
     name: str
@@ -84,7 +84,7 @@ class OgbGraphs:
         code_sizes: Number of categories of each feature, as OGB's AtomEncoder has them.
         metric: ``roc_auc``.
         evaluator: OGB's Evaluator.
-        notes: What was done to the data.
+        notes: Changes to the data, for the report.
     """
 
     dataset: GraphDataset

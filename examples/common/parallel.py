@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .errors import ExampleError
 
-#: What --parallel names.
+#: The values of --parallel.
 KINDS = ("ddp", "fullgraph")
 
 #: The longest that processes wait for one that loads or evaluates.
@@ -36,7 +36,7 @@ class Parallel:
         kind: ``ddp``: each process has its own batches of nodes; ``fullgraph``: its own rows of the whole
             graph; ``""``: there is one process.
         rank: Number of this process.
-        size: How many there are.
+        size: Number of processes.
     """
 
     kind: str = ""
@@ -108,7 +108,7 @@ def processes(kind: str | None, device: torch.device) -> Iterator[tuple[Parallel
 
     Args:
         kind: One of `KINDS`, or None for one process.
-        device: What --device says; of ``cuda`` every process takes the GPU of its number.
+        device: The value of --device. With ``cuda``, every process takes the GPU of its number.
 
     Raises:
         ExampleError: torchrun did not start this, or a process has no GPU of its own.

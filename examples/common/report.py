@@ -1,4 +1,4 @@
-"""What a comparison leaves behind: a table on the terminal, a JSON log and curves as PNG."""
+"""The report of a comparison: a table on the terminal, a JSON log and curves as PNG."""
 
 from __future__ import annotations
 

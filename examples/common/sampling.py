@@ -137,7 +137,7 @@ class Sampling:
     Args:
         framework: ``pyg`` or ``dgl``.
         data: The graph, on the CPU.
-        conv: Whose layers take the batches, ``reference`` or ``fast``.
+        conv: The layers that take the batches: ``reference`` or ``fast``.
         device: Where neighbours are drawn: a GPU's batches stay there. DGL's own layers take DGL's blocks,
             which come from the CPU and are moved.
         self_loops: Whether DGL's graph gets self loops (see ``frameworks.make_graph``).

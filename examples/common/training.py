@@ -68,7 +68,7 @@ class Recipe:
 
 @dataclass
 class RunResult:
-    """What one training run gave; lists have one entry per epoch.
+    """The results of one training run; lists have one entry per epoch.
 
     Attributes:
         loss: Training loss.
@@ -260,13 +260,13 @@ def train_run(
 
     Args:
         model: Called as ``model(graph, x)``, gives logits (num_nodes, classes).
-        graph: What the model's layers take.
+        graph: The graph, in the form that the model's layers take.
         x: Features, or None when the model learns them.
         y: Labels.
         split: Which nodes to train on, choose by and report.
         recipe: Hyper-parameters.
         precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
-        metrics: What to report.
+        metrics: The metrics to report.
         progress: Bar that is moved by one per epoch.
 
     Returns:

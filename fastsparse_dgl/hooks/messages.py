@@ -1,7 +1,8 @@
-"""Building blocks of messages: nodes to edges and back, by kernels, differentiable any number of times.
+"""Operators for messages: they gather node features to edges, and reduce edge features to nodes.
 
-Tensors with a row per edge are in the order of DGL's edge ids. Sums over edges are the core's segment sums:
-the order of the edges is computed once per graph, and no atomics are used.
+The operators run on kernels, and are differentiable any number of times. Tensors with a row per edge are in
+the order of DGL's edge ids. Edges are summed by the core's segment operators, which sort the edges once per
+graph and use no atomics.
 """
 
 from __future__ import annotations

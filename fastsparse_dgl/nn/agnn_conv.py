@@ -45,7 +45,7 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
     _kernel = "fused attention"
 
     def forward(self, graph: GraphLike, feat: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """Computes the AGNN layer.
+        """Computes the new node features.
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.

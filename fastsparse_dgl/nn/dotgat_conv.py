@@ -49,7 +49,7 @@ class FastDotGatConv(AggregationMixin, dgl.nn.pytorch.DotGatConv):
     def forward(
         self, graph: GraphLike, feat: Tensor | tuple[Tensor, Tensor], get_attention: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.

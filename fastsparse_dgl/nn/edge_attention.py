@@ -87,7 +87,7 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
         edge_feat: Tensor,
         get_attention: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
@@ -215,7 +215,7 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
         edge_weight: Tensor | None = None,
         get_attention: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Computes the layer.
+        """Computes the new node and edge features.
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.

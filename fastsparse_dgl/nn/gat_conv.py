@@ -64,7 +64,7 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         edge_weight: Tensor | None = None,
         get_attention: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Computes the GAT layer.
+        """Computes the new node features.
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.

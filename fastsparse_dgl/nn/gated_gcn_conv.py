@@ -64,7 +64,7 @@ class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
     _kernel = "gated_edges"
 
     def forward(self, graph: GraphLike, feat: Tensor, edge_feat: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes the layer.
+        """Computes the new node and edge features.
 
         Args:
             graph: DGLGraph with one node and edge type, or a square Adjacency.

@@ -57,7 +57,7 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
     def forward(
         self, graph: GraphLike, feat: Tensor | tuple[Tensor, Tensor], get_attention: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Computes the GATv2 layer.
+        """Computes the new node features.
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.

@@ -46,7 +46,7 @@ class FastGINConv(AggregationMixin, dgl.nn.pytorch.GINConv):
         feat: Tensor | tuple[Tensor, Tensor],
         edge_weight: Tensor | None = None,
     ) -> Tensor:
-        """Computes the GIN layer.
+        """Computes the new node features.
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.

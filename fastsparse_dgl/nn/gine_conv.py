@@ -46,7 +46,7 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
     def forward(
         self, graph: GraphLike, node_feat: Tensor | tuple[Tensor, Tensor], edge_feat: Tensor
     ) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.

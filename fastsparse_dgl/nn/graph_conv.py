@@ -65,7 +65,7 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         weight: Tensor | None = None,
         edge_weight: Tensor | None = None,
     ) -> Tensor:
-        """Computes the graph convolution.
+        """Computes the new node features.
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.

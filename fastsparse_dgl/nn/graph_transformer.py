@@ -83,7 +83,7 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
     def forward(
         self, graph: GraphLike, feat: Tensor | tuple[Tensor, Tensor], edge_feat: Tensor | None = None
     ) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             graph: DGLGraph with one edge type (homogeneous, block, bipartite or batched), or Adjacency.

@@ -43,7 +43,7 @@ class FastHeteroGraphConv(dgl.nn.pytorch.HeteroGraphConv):
         mod_args: dict[str, tuple[Any, ...]] | None = None,
         mod_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
-        """Computes the layers of all edge types.
+        """Runs the layer of every edge type, and combines their results for each destination type.
 
         Args:
             g: DGLGraph or block.
@@ -52,7 +52,7 @@ class FastHeteroGraphConv(dgl.nn.pytorch.HeteroGraphConv):
             mod_kwargs: further named arguments of the layers, per edge type.
 
         Returns:
-            Results per node type.
+            New features of the destinations, by node type.
         """
         return super().forward(_Relations(g), inputs, mod_args, mod_kwargs)
 

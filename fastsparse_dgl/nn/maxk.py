@@ -100,7 +100,7 @@ class FastMaxKGraphConv(FastGraphConv):
         weight: Tensor | None = None,
         edge_weight: Tensor | None = None,
     ) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
@@ -188,7 +188,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
         self.recompute = recompute
 
     def forward(self, graph: GraphLike, feat: Any, edge_weight: Tensor | None = None) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.

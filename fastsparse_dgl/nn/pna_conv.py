@@ -63,7 +63,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
     _kernel = "multi_aggregate"
 
     def forward(self, graph: GraphLike, node_feat: Tensor, edge_feat: Tensor | None = None) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             graph: homogeneous DGLGraph or Adjacency.

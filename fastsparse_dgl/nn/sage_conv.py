@@ -60,7 +60,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
         feat: Tensor | tuple[Tensor, Tensor],
         edge_weight: Tensor | None = None,
     ) -> Tensor:
-        """Computes the GraphSAGE layer.
+        """Computes the new node features.
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.

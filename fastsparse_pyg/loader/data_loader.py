@@ -223,7 +223,7 @@ class _Source:
         return torch.tensor(indices, dtype=torch.int64, device="cpu")
 
     def example(self) -> Any:
-        """A graph of the dataset, to find the device of the data; None if the dataset is empty."""
+        """A graph, or all graphs collated, to find the device of the data; None if the dataset is empty."""
         for root, _ in self._parts:
             if isinstance(root, InMemoryDataset):
                 return root._data

@@ -381,8 +381,8 @@ class StoredGraphs:
                 where = name if stores[0]._key is None else f"{stores[0]._key}.{name}"
                 warn_once(
                     f"fastsparse_pyg.DataLoader: PyG's own code collates {where!r}, graph by graph, because "
-                    f"{reason}. Give it the same type, dtype and dimensions in all graphs, or leave it out "
-                    f"with exclude_keys=[{name!r}]"
+                    f"{reason}. Give it the same type, dtype and dimensions in all graphs, or exclude "
+                    f"it with exclude_keys=[{name!r}]"
                 )
                 collator = _ByPyG(name, values, self._graphs, at, self._device)
             collators.append((name, collator, collator.follow(self) if name in self._follow else None))
@@ -444,16 +444,16 @@ class StoredGraphs:
             collator: _Collator
             if type(value) is list and all(_is_object(item) for item in value):
                 if not pointer.tolist() == list(range(len(value) + 1)):
-                    raise NotStored("it is a list with its own slices")
+                    raise NotStored("it is a list whose slices do not have one item per graph")
                 collator = _Objects(value)
             elif _is_plain(value):
                 dim = data.__cat_dim__(name, value, store) % value.dim()
                 if bool((pointer.diff() < 0).any()) or pointer[0] < 0 or pointer[-1] > value.size(dim):
-                    raise NotStored("slices that do not ascend")
+                    raise NotStored("its slices do not ascend")
                 added, shape = _standard_added(data, store, name, counts)
                 collator = self._rows(value, dim, self.store.add_pointer(pointer), added, shape)
             else:
-                raise NotStored("neither a tensor nor a list")
+                raise NotStored("it is neither a tensor nor a list")
             collators.append((name, collator, collator.follow(self) if name in self._follow else None))
         if key in counts and not _can_infer_num_nodes(names[key]):
             counts = {}
@@ -593,13 +593,13 @@ def _collated_names(store: Any, slices: Mapping[Any, Any]) -> list[str]:
     """The attributes of a graph that PyG's `separate` takes from the collated storage, in its order."""
     key = store._key
     if key is not None and key not in slices and len(store):
-        raise NotStored("a store without slices")
+        raise NotStored("a store has no slices")
     of_store = slices if key is None else slices.get(key, {})
     names = [name for name in of_store if name in store._mapping]
     if any(not isinstance(of_store[name], Tensor) or of_store[name].dim() != 1 for name in names):
-        raise NotStored("nested slices")
+        raise NotStored("its slices are nested")
     if "num_nodes" in names:
-        raise NotStored("slices of num_nodes")
+        raise NotStored("num_nodes has slices")
     return [*names, "num_nodes"] if "_num_nodes" in store.__dict__ else names
 
 

@@ -42,12 +42,15 @@ class FastAGNNConv(AttentionConv, AGNNConv):
     _bipartite = False
 
     def forward(self, x: Tensor, edge_index: EdgesLike) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
-            x: node features.
+            x: node features (N, F).
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. The layer adds
                 self loops to all of them, except to an Adjacency that was built with self loops.
+
+        Returns:
+            Node features (N, F).
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together.

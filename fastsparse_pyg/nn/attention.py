@@ -24,7 +24,8 @@ from fastsparse_pyg.nn.base import FastConv, is_plain_linear
 #: Values of `fill_value` for which the features of self loops are a sparse matrix product.
 _LINEAR_FILLS = ("mean", "add", "sum")
 _WEIGHTS_OF_LOOPS = Reason(
-    "the attention weights of added self loops under torch.compile", "Add the loops to the edges before"
+    "the attention weights of added self loops under torch.compile",
+    "Add the self loops to `edge_index`, and create the layer with add_self_loops=False",
 )
 _USUAL_FILLS = "Use fill_value='mean', 'add' or a number"
 

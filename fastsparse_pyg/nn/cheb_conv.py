@@ -90,7 +90,7 @@ class FastChebConv(PropagatingConv, ChebConv):
         batch: OptTensor = None,
         lambda_max: Any = None,
     ) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             x: node features (N, F_in), float64, float32, float16 or bfloat16.
@@ -99,6 +99,9 @@ class FastChebConv(PropagatingConv, ChebConv):
             batch: graph of each node, int64 (N,), if ``lambda_max`` differs between graphs.
             lambda_max: largest eigenvalue of the Laplacian: a number, or a tensor with one per graph; None:
                 as in PyG.
+
+        Returns:
+            Node features (N, F_out).
         """
         adj = self._structure((x, x), edge_index)
         if not isinstance(adj, Adjacency):

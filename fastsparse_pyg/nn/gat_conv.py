@@ -60,17 +60,24 @@ class FastGATConv(AttentionConv, GATConv):
         size: Size = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
-            x: node features, or (source features, destination features or None).
+            x: node features (N, F_in), or (source features (N_src, F_src), destination features
+                (N_dst, F_dst) or None).
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. The option
                 ``add_self_loops`` adds self loops to all of them, except to an Adjacency that was built with
                 self loops.
-            edge_attr: features of the edges, for edges and Adjacency; ignored without ``edge_dim``.
+            edge_attr: features of the edges (E, edge_dim), for edges and Adjacency; ignored without
+                ``edge_dim``.
             size: (number of sources, number of destinations), for edge lists.
             return_attention_weights: whether to also return the edges, including self loops, and their
                 attention weights after dropout.
+
+        Returns:
+            Node features (N, H * F_out) for H heads, or (N, F_out) if ``concat=False``; for a pair, a row per
+            destination. With attention weights, a pair of these features and a pair of the edges (2, E') and
+            their weights (E', H). E' includes the self loops that the layer adds.
 
         Raises:
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.

@@ -60,7 +60,10 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         edge_attr: OptTensor = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
-        """Computes the layer; arguments and errors as in :meth:`FastGATConv.forward`, without `size`."""
+        """Computes the new node features.
+
+        Arguments, result and errors are the same as in :meth:`FastGATConv.forward`, but there is no ``size``.
+        """
         wants_weights = bool(return_attention_weights)
         adj = self._structure(x, edge_index, None, self.add_self_loops, edge_attr, wants_weights)
         if not isinstance(adj, Adjacency):

@@ -63,7 +63,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
     _cached_adj_t = Cached()
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             x: node features (N, F_in) or (B, N, F_in), float64, float32, float16 or bfloat16.
@@ -71,6 +71,9 @@ class FastGCNConv(PropagatingConv, GCNConv):
                 ``add_self_loops`` adds self loops to all of them, except to an Adjacency that was built with
                 self loops.
             edge_weight: floating (E,), for edges and Adjacency. A sparse matrix has its own values.
+
+        Returns:
+            Node features (N, F_out) or (B, N, F_out).
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together, or `x` is a tuple.

@@ -49,7 +49,10 @@ class FastGINConv(FastConv, GINConv):
     _aggregations = ANY_REDUCTION
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: EdgesLike, size: Size = None) -> Tensor:
-        """Computes the layer; arguments and errors as in :meth:`FastSAGEConv.forward`."""
+        """Computes the new node features (N, F_out), or (number of destinations, F_out) for a pair.
+
+        Arguments and errors are the same as in :meth:`FastSAGEConv.forward`.
+        """
         adj = self._structure(x, edge_index, size)
         if isinstance(adj, Reason):
             return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))

@@ -61,13 +61,18 @@ class FastGINEConv(AttentionConv, GINEConv):
         edge_attr: OptTensor = None,
         size: Size = None,
     ) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
-            x: node features, or (source features, destination features or None).
+            x: node features (N, F_in), or (source features (N_src, F_in), destination features (N_dst, F_in)
+                or None).
             edge_index: edges, or an Adjacency whose rows are the destinations.
             edge_attr: features of the edges (E, edge_dim), or (E, F_in) in a layer without ``edge_dim``.
             size: (number of sources, number of destinations).
+
+        Returns:
+            Node features (N, F_out), or (number of destinations, F_out) for a pair; F_out is the width of the
+            result of ``nn``.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit.

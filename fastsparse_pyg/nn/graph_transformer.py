@@ -101,13 +101,17 @@ class GraphTransformerLayer(GraphTransformer):
         edge_index: EdgesLike,
         edge_attr: Tensor | None = None,
     ) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
-            x: node features, or (source features, destination features).
+            x: node features (N, F_in), or (source features (N_src, F_in), destination features
+                (N_dst, F_in)).
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
             edge_attr: features of the edges (number of edges, edge_dim), in the order of the edges, or of the
                 values of an Adjacency; required with ``edge_dim``.
+
+        Returns:
+            Node features (N, F_out), or (number of destinations, F_out) for a pair.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together.

@@ -54,11 +54,14 @@ class FastHGTConv(AttentionConv, HGTConv):
     def forward(
         self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any]
     ) -> dict[NodeType, Tensor | None]:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
-            x_dict: node features by type.
-            edge_index_dict: edges by type. For sparse matrices, PyG's code runs.
+            x_dict: node features (N, F) by type.
+            edge_index_dict: edges (2, E) by type. For sparse matrices, PyG's code runs.
+
+        Returns:
+            Node features (N, F_out) by type, for the node types with incoming edge types.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit, or an index refers to a node that does not exist.

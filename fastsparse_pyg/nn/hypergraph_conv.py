@@ -51,7 +51,7 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         hyperedge_attr: OptTensor = None,
         num_edges: int | None = None,
     ) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             x: node features (N, F_in), float64, float32, float16 or bfloat16.
@@ -61,6 +61,10 @@ class FastHypergraphConv(FastConv, HypergraphConv):
             hyperedge_attr: features of the hyperedges (num_edges, F_in), in the dtype of ``x``, for
                 attention.
             num_edges: number of hyperedges; None: the largest index + 1.
+
+        Returns:
+            Node features (N, H * F_out) for H heads of attention, or (N, F_out) without attention or if
+            ``concat=False``.
         """
         reason = self._reason(x, x, hyperedge_index)
         is_traced = torch.compiler.is_compiling()

@@ -94,13 +94,16 @@ class FastMaxKGCNConv(FastGCNConv):
         _check_k(k, in_channels)
 
     def forward(self, x: Tensor | CBSR, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             x: node features (N, F_in), float64, float32, float16 or bfloat16, or
                 :class:`~fastsparse_core.CBSR`, to which MaxK is not applied again.
             edge_index: as in :meth:`FastGCNConv.forward`.
             edge_weight: as in :meth:`FastGCNConv.forward`.
+
+        Returns:
+            Node features (..., N, F_out).
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together, or the features are narrower than k.
@@ -186,13 +189,16 @@ class FastMaxKSAGEConv(FastSAGEConv):
             _check_k(k, width)
 
     def forward(self, x: Any, edge_index: EdgesLike, size: Size = None) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             x: node features (N, F_in), float64, float32, float16 or bfloat16, or
                 :class:`~fastsparse_core.CBSR`, to which MaxK is not applied again; or a pair of either.
             edge_index: as in :meth:`FastSAGEConv.forward`.
             size: as in :meth:`FastSAGEConv.forward`.
+
+        Returns:
+            Node features (N, F_out), or (number of destinations, F_out) for a pair.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together, or features are narrower than k.

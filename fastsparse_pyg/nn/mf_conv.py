@@ -44,7 +44,10 @@ class FastMFConv(FastConv, MFConv):
     _takes_matrices = False
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: EdgesLike, size: Size = None) -> Tensor:
-        """Computes the layer; arguments and errors as in :meth:`FastSAGEConv.forward`."""
+        """Computes the new node features (N, F_out), or (number of destinations, F_out) for a pair.
+
+        Arguments and errors are the same as in :meth:`FastSAGEConv.forward`.
+        """
         adj = _UNKNOWN_SIZES if torch.compiler.is_compiling() else self._structure(x, edge_index, size)
         if not isinstance(adj, Adjacency):
             return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))

@@ -94,7 +94,7 @@ class FastPNAConv(FastConv, PNAConv):
     _aggregations = (DegreeScalerAggregation,)
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_attr: OptTensor = None) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             x: node features (N, F_in).

@@ -57,12 +57,17 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
     _needs_destinations = True
 
     def forward(self, x: Tensor | PairTensor, edge_index: EdgesLike, edge_attr: OptTensor = None) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
-            x: node features, or (source features, destination features).
+            x: node features (N, F_in), or (source features (N_src, F_src), destination features
+                (N_dst, F_dst)).
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
-            edge_attr: features of the edges, for edges and Adjacency; required with ``edge_dim``.
+            edge_attr: features of the edges (E, edge_dim), for edges and Adjacency; required with
+                ``edge_dim``.
+
+        Returns:
+            Node features (N, F_out), or (number of destinations, F_out) for a pair.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit.

@@ -72,7 +72,7 @@ class FastRGATConv(AttentionConv, RGATConv):
         size: tuple[int, int] | None = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             x: node features (N, F_in), float64, float32, float16 or bfloat16. For a pair (source features,
@@ -83,6 +83,11 @@ class FastRGATConv(AttentionConv, RGATConv):
             size: (number of sources, number of destinations). Unless it is None, PyG's implementation runs.
             return_attention_weights: True or False: also returns the edges and their attention weights before
                 dropout.
+
+        Returns:
+            Node features (N, H * F_out) for H heads, or (N, F_out) if ``concat=False``; ``dim`` times as wide
+            if scores are multiplicative. With attention weights, a pair of these features and
+            (``edge_index``, attention weights (E, H * dim)).
 
         Raises:
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.
@@ -227,7 +232,7 @@ class FastRGATConv(AttentionConv, RGATConv):
         if isinstance(edge_index, SparseTensor) or type(edge_index) is not Tensor:
             return Reason("edges that are not one plain tensor", fallback.PLAIN_EDGES)
         if size is not None:
-            return Reason("size is given", "Leave `size` out")
+            return Reason("size is given", "Do not pass `size`")
         if edge_index.size(1) == 0:
             return Reason("no edges", "", "PyG")
         if (edge_attr is None) != (self.lin_edge is None):

@@ -46,14 +46,17 @@ class _RelationalConv(FastConv):
     _onto_zeros: ClassVar[bool] = True
 
     def forward(self, x: Any, edge_index: EdgesLike, edge_type: OptTensor = None) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
-            x: node features; or indices of trainable features (None: all nodes); or a pair of these
-                (sources, destinations).
+            x: node features (N, F_in); or indices of trainable features, int64 (N,) (None: all nodes); or a
+                pair of these (sources, destinations).
             edge_index: edges, or a SparseTensor or Adjacency whose rows are the destinations.
             edge_type: relation of every edge, int64 (E,), in the order of the edges; a SparseTensor has the
                 relations as its values.
+
+        Returns:
+            Node features (N, F_out), or (number of destinations, F_out) for a pair.
 
         Raises:
             ValueError: sizes or devices do not fit.

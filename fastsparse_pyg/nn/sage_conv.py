@@ -47,13 +47,16 @@ class FastSAGEConv(FastConv, SAGEConv):
     _aggregations = ANY_REDUCTION
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: EdgesLike, size: Size = None) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             x: node features (N, F_in), float64, float32, float16 or bfloat16, or (source features,
                 destination features or None).
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
             size: (number of sources, number of destinations), for edge lists.
+
+        Returns:
+            Node features (N, F_out), or (number of destinations, F_out) for a pair.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together.

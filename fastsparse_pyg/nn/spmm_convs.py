@@ -55,7 +55,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         edge_weight: OptTensor = None,
         size: Size = None,
     ) -> Tensor:
-        """Computes the layer; errors as in :meth:`FastSAGEConv.forward`.
+        """Computes the new node features; errors as in :meth:`FastSAGEConv.forward`.
 
         Args:
             x: node features (N, F_in), float64, float32, float16 or bfloat16, or (source features,
@@ -63,6 +63,9 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
             edge_weight: floating (E,), for edges and Adjacency. A sparse matrix has its own values.
             size: (number of sources, number of destinations), for edge lists.
+
+        Returns:
+            Node features (N, F_out), or (number of destinations, F_out) for a pair.
         """
         adj = self._structure(x, edge_index, size)
         if not isinstance(adj, Adjacency):
@@ -133,7 +136,7 @@ class _Powers(PropagatingConv):
     """Base of SG and SSG: a linear layer and a polynomial of the matrix, in the order that gathers less."""
 
     def _powers(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None, *, narrow: bool) -> Tensor:
-        """Computes the layer; ``narrow`` allows the linear layer to come first."""
+        """The new node features; ``narrow`` allows the linear layer to come first."""
         matrix = self._propagation(x, edge_index, edge_weight)
         if isinstance(matrix, Reason):
             return self._original_forward(matrix, x, edge_index, edge_weight)
@@ -171,7 +174,10 @@ class FastSGConv(_Powers, pyg.SGConv):
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        """Computes the new node features (..., N, F_out).
+
+        Arguments and errors are the same as in :meth:`FastGCNConv.forward`.
+        """
         if self._cached_x is not None:
             return self.lin(self._cached_x.detach())
         return self._powers(x, edge_index, edge_weight, narrow=not self.cached)
@@ -202,7 +208,10 @@ class FastSSGConv(_Powers, pyg.SSGConv):
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        """Computes the new node features (..., N, F_out).
+
+        Arguments and errors are the same as in :meth:`FastGCNConv.forward`.
+        """
         if self._cached_h is not None:
             return self.lin(self._cached_h.detach())
         return self._powers(x, edge_index, edge_weight, narrow=not self.cached)
@@ -239,7 +248,10 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
     _cached_adj_t = Cached()
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        """Computes the new node features (..., N, F_in).
+
+        Arguments and errors are the same as in :meth:`FastGCNConv.forward`.
+        """
         matrix = self._propagation(x, edge_index, edge_weight)
         drops = self.dropout > 0 and self.training
         if drops and not self.normalize and (edge_weight is None or is_sparse_matrix(edge_index)):
@@ -283,7 +295,10 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        """Computes the new node features (..., N, F_out).
+
+        Arguments and errors are the same as in :meth:`FastGCNConv.forward`.
+        """
         matrix = self._propagation(x, edge_index, edge_weight)
         if isinstance(matrix, Reason):
             return self._original_forward(matrix, x, edge_index, edge_weight)
@@ -321,7 +336,10 @@ class FastMixHopConv(PropagatingConv, pyg.MixHopConv):
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        """Computes the new node features (..., N, len(powers) * F_out).
+
+        Arguments and errors are the same as in :meth:`FastGCNConv.forward`.
+        """
         matrix = self._propagation(x, edge_index, edge_weight)
         if isinstance(matrix, Reason):
             return self._original_forward(matrix, x, edge_index, edge_weight)
@@ -356,13 +374,16 @@ class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
     _cached_adj_t = Cached()
 
     def forward(self, x: Tensor, x_0: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
             x: node features (N, channels), float64, float32, float16 or bfloat16.
             x_0: features of the first layer, like ``x``.
             edge_index: as in :meth:`FastGCNConv.forward`.
             edge_weight: as in :meth:`FastGCNConv.forward`.
+
+        Returns:
+            Node features (N, channels).
         """
         matrix = self._propagation(x, edge_index, edge_weight)
         if isinstance(matrix, Reason):
@@ -397,7 +418,9 @@ class FastLGConv(PropagatingConv, pyg.LGConv):
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`.
+        """Computes the new node features (..., N, F_in).
+
+        Arguments and errors are the same as in :meth:`FastGCNConv.forward`.
 
         For a pair of features, which is allowed without ``normalize``, PyG's implementation runs.
         """
@@ -428,7 +451,10 @@ class FastARMAConv(PropagatingConv, pyg.ARMAConv):
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        """Computes the new node features (..., N, F_out).
+
+        Arguments and errors are the same as in :meth:`FastGCNConv.forward`.
+        """
         matrix = self._propagation(x, edge_index, edge_weight)
         if self.node_dim != -2:
             matrix = Reason(f"node_dim={self.node_dim}", "Use node_dim=-2")
@@ -471,7 +497,10 @@ class FastClusterGCNConv(PropagatingConv, pyg.ClusterGCNConv):
     _takes_matrices = False
 
     def forward(self, x: Tensor, edge_index: EdgesLike) -> Tensor:
-        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`, without weights."""
+        """Computes the new node features (..., N, F_out).
+
+        Arguments and errors are the same as in :meth:`FastGCNConv.forward`, but there are no edge weights.
+        """
         adj = self._structure((x, x), edge_index, None, self.add_self_loops)
         if not isinstance(adj, Adjacency):
             return self._original_forward(adj, x, edge_index)
@@ -512,7 +541,10 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        """Computes the new node features (N, F_out).
+
+        Arguments and errors are the same as in :meth:`FastGCNConv.forward`.
+        """
         matrix = self._propagation(x, edge_index, edge_weight, normalize=False)
         if isinstance(x, Tensor) and (x.dim() != 2 or x.size(-1) > self.out_channels):
             matrix = Reason("features wider than out_channels, or not 2-D", fallback.PLAIN_FEATURES)

@@ -64,14 +64,21 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         edge_attr: OptTensor = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
-        """Computes the layer.
+        """Computes the new node features.
 
         Args:
-            x: node features, or (source features, destination features).
+            x: node features (N, F_in), or (source features (N_src, F_src), destination features
+                (N_dst, F_dst)).
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
-            edge_attr: features of the edges, for edges and Adjacency; required with ``edge_dim``.
+            edge_attr: features of the edges (E, edge_dim), for edges and Adjacency; required with
+                ``edge_dim``.
             return_attention_weights: with True or False, as in PyG, the edges and their attention weights
                 before dropout are returned too; None: only the features are.
+
+        Returns:
+            Node features (N, H * F_out) for H heads, or (N, F_out) if ``concat=False``; for a pair, a row per
+            destination. With attention weights, a pair of these features and a pair of the edges (2, E) and
+            their weights (E, H).
 
         Raises:
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.

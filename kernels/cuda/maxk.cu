@@ -212,7 +212,7 @@ __device__ __forceinline__ int count_above(const R& row, typename R::A threshold
   return R::OfTeam::sum(found);
 }
 
-// What a team knows from its earlier rows: the threshold and the distance between entries near it, both
+// A team's estimate from its earlier rows: the threshold and the distance between entries near it, both
 // smoothed.
 template <typename A>
 struct Guess {

@@ -55,8 +55,8 @@ enum class Weight {
   kValue,        // a value per entry
 };
 
-// What one thread holds of a block: its vectors' features, their masks, and with weights those of the entries
-// of row g.
+// The part of a block that one thread holds: features and masks of its vectors and, with weights, the weights
+// of the entries of row g.
 template <typename T, int kFeatures>
 struct Block {
   Pack<T, kFeatures> pack[kOwned];

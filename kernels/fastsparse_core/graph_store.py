@@ -348,7 +348,7 @@ class StoredEdges:
 
     @property
     def device(self) -> torch.device:
-        """Where batches are."""
+        """The device of the batches."""
         return self._store.device
 
     def _parts(self) -> Iterator[tuple[Chosen, Tensor]]:

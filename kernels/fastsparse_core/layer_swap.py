@@ -47,10 +47,10 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 
-#: Attribute of a class that `any_layer` gives: the class that it replaces.
+#: Name of an attribute of the classes that `any_layer` makes. It contains the class that is replaced.
 REPLACED = "_original"
 
-#: Attribute of a swapped layer whose class was a subclass of the original: that class.
+#: Name of an attribute of swapped layers whose class was a subclass of the original. It contains this class.
 _SUBCLASS = "_replaced_class"
 
 

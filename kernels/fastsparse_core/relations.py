@@ -24,8 +24,9 @@ class Pairs:
 
     Attributes:
         node: node of every pair, int64 (P,), sorted within every relation.
-        of_edge: pair of every edge in the caller's order, int32 (num_edges,).
-        starts: first pair of every relation, then P; empty if all nodes have pairs with all relations.
+        of_edge: position of the pair of every edge, in the caller's edge order, int32 (num_edges,).
+        starts: position of the first pair of every relation, then P; empty if every node has a pair with
+            every relation.
     """
 
     node: Tensor
@@ -43,7 +44,7 @@ class Pairs:
         return self._memo.get("index", self.of_edge.long) if found is None else found
 
     def find(self, *_: object) -> Segments:
-        """The edges of every pair."""
+        """Returns the edges grouped by pair. The arguments are those of `find_segments`, and are ignored."""
         found: Segments | None = self._memo.results.get("segments")
         if found is None:
             found = find_segments(self.index, None, len(self), self.of_edge.numel())

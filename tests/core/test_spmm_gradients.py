@@ -126,7 +126,8 @@ def test_features_that_a_gradient_reads_are_refused_with_a_cure(device):
     features = x * 1
     out = spmm(adj, features, value)
     features += 1
-    with pytest.raises(RuntimeError, match=r"spmm, of values that want a gradient: .* write `x = x \+ conv"):
+    message = r"spmm with a value that requires a gradient: .* write `x = x \+ conv"
+    with pytest.raises(RuntimeError, match=message):
         out.sum().backward()
 
 

@@ -59,7 +59,7 @@ def test_choose_archs(setup_py, requested, visible, known, expected):
 
 
 def test_choose_archs_rejects_what_nvcc_cannot_build(setup_py):
-    with pytest.raises(ValueError, match=r"for 80;86;89, not for 90;100; leave those out"):
+    with pytest.raises(ValueError, match=r"support 80;86;89, not 90;100; remove the latter"):
         setup_py.choose_archs("80;90;100", [], KNOWN[:3])
 
 

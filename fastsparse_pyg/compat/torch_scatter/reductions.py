@@ -109,7 +109,8 @@ def scatter(
     reduce: str = "sum",
 ) -> Tensor:
     """Reduces elements with the same index along a dimension; ``reduce``: sum, add, mul, mean, min or max."""
-    return _scatter(src, index, dim, out, dim_size, _checked(reduce, ("sum", "mul", "mean", "min", "max")))[0]
+    reduce = _checked(reduce, ("sum", "add", "mul", "mean", "min", "max"))
+    return _scatter(src, index, dim, out, dim_size, reduce)[0]
 
 
 # ---------------------------------------------------------------- sorted indices
@@ -125,7 +126,7 @@ def segment_coo(
     src: Tensor, index: Tensor, out: Tensor | None = None, dim_size: int | None = None, reduce: str = "sum"
 ) -> Tensor:
     """Reduces along the last dimension of a sorted ``index``; ``reduce``: sum, add, mean, min or max."""
-    return _segment_coo(src, index, out, dim_size, _checked(reduce, ("sum", "mean", "min", "max")))[0]
+    return _segment_coo(src, index, out, dim_size, _checked(reduce, ("sum", "add", "mean", "min", "max")))[0]
 
 
 def gather_coo(src: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
@@ -148,9 +149,9 @@ def _segment_csr(
         rows = src.movedim(dim, 0)
         try:
             result = segment_reduce(rows, shared, reduce, return_arg=reduce in _EXTREMA)  # type: ignore[call-overload]
-        except (
-            ValueError
-        ):  # rows before the first or behind the last segment; any other error is raised again by the retry
+        except ValueError:
+            # Some rows are before the first segment or after the last one. The second call raises any other
+            # error again.
             first, last = int(shared[0]), int(shared[-1])
             rows = rows[first:last]
             result = segment_reduce(rows, shared - first, reduce, return_arg=reduce in _EXTREMA)  # type: ignore[call-overload]
@@ -191,8 +192,11 @@ def _index_of(indptr: Tensor, src: Tensor, dim: int) -> Tensor:
 
 
 def segment_csr(src: Tensor, indptr: Tensor, out: Tensor | None = None, reduce: str = "sum") -> Tensor:
-    """Reductions of the ranges ``indptr[s]`` to ``indptr[s + 1]`` along the pointers' last dimension."""
-    return _segment_csr(src, indptr, out, _checked(reduce, ("sum", "mean", "min", "max")))[0]
+    """Reduces the ranges ``indptr[s]`` to ``indptr[s + 1]`` along the last dimension of ``indptr``.
+
+    ``reduce`` is sum, add, mean, min or max.
+    """
+    return _segment_csr(src, indptr, out, _checked(reduce, ("sum", "add", "mean", "min", "max")))[0]
 
 
 def gather_csr(src: Tensor, indptr: Tensor, out: Tensor | None = None) -> Tensor:
@@ -210,10 +214,9 @@ def gather_csr(src: Tensor, indptr: Tensor, out: Tensor | None = None) -> Tensor
 
 
 def _checked(reduce: str, names: tuple[str, ...]) -> str:
-    name = _NAMES.get(reduce, reduce)
-    if name not in names:
+    if reduce not in names:
         raise ValueError(f"reduce: expected one of {', '.join(map(repr, names))}, got {reduce!r}")
-    return name
+    return _NAMES.get(reduce, reduce)
 
 
 # ---------------------------------------------------------------- a name for each reduction

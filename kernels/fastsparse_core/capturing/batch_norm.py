@@ -191,6 +191,6 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def _columns(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The mask as a column, and the count, at least 1."""
+    """The mask as a column, and the count, or 1 if the count is 0."""
     mask, count = rows
     return mask[:, None], count.clamp(min=1)

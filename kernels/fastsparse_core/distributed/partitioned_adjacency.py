@@ -282,7 +282,7 @@ class PartitionedAdjacency(Adjacency):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("rowptr", "col", "edge_id"):
-            _unsupported(f"its {name} alone")
+            _unsupported(f"attribute {name!r}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
@@ -312,7 +312,7 @@ class PartitionedAdjacency(Adjacency):
 
     def row(self) -> Tensor:
         """Raises an error, because entries refer to nodes of other ranks; only operators can use them."""
-        _unsupported("the ends of its edges")
+        _unsupported("list of edges")
 
     def t(self, *, valued: bool = True) -> Adjacency:
         """Raises an error, because the rows of the transpose are on other ranks.
@@ -320,7 +320,7 @@ class PartitionedAdjacency(Adjacency):
         Args:
             valued: as in :meth:`Adjacency.t`.
         """
-        _unsupported("its transpose")
+        _unsupported("transpose")
 
     def in_degree(self) -> Tensor:
         """Number of entries per row, int64 (num_dst,)."""

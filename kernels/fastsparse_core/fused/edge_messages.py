@@ -304,7 +304,7 @@ def gated_layer(
     Returns:
         (N, F); differentiable twice in all tensors.
     """
-    if under is not None:  # outside of the node, because the node saves x, which the caller may overwrite
+    if under is not None:  # outside of `_Gated`, because it saves x, which the caller may overwrite
         x, edge = cast(x, under), None if edge is None else cast(edge, under)
     apply = _Gated.apply if is_wrapped(x) else _apply_gated
     out: Tensor = apply(x, edge, root, bias, adj, *weights, *biases)

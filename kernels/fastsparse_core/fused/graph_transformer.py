@@ -59,7 +59,7 @@ class GraphTransformer(nn.Module):
     def transform(
         self, adj: Adjacency, x_dst: Tensor, x_src: Tensor, edge_attr: Tensor | None = None
     ) -> Tensor:
-        """Computes the layer on a structure.
+        """Computes the new features of the destinations of a structure.
 
         Args:
             adj: structure (num_dst, num_src).

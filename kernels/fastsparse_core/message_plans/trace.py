@@ -46,7 +46,8 @@ _FORBIDDEN = (
     "SETUP_FINALLY",
     "SETUP_WITH",
 )
-#: Prefixes of names that read or write state of the process; a trace would treat it as a constant.
+#: Prefixes of functions and attributes that read or write global state, which a trace would treat as a
+#: constant.
 _STATE = (
     *("is_", "get_default", "get_device", "get_rng", "seed", "initial_seed", "manual_seed", "data"),
     *("set_", "no_grad", "enable_grad", "inference_mode", "autocast", "amp", "autograd"),

@@ -131,7 +131,8 @@ def check_edges(
     if edge_attr is None and edge_weight is None:
         return None
     if edge_attr is None or edge_weight is None:
-        raise ValueError("edge_attr and edge_weight: expected both or neither, got one of them")
+        name = "edge_weight" if edge_attr is None else "edge_attr"
+        raise ValueError(f"edge_attr and edge_weight: expected both or neither, got only {name}")
     for name, tensor in (("edge_attr", edge_attr), ("edge_weight", edge_weight)):
         if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPE_CODE:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__

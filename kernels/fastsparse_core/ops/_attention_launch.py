@@ -130,7 +130,7 @@ class Gradients(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients are wanted, for those that take additional time."""
+    """Whether to compute the gradients that take additional time."""
 
     edge: bool = False
     edge_weight: bool = False

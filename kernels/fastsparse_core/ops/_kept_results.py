@@ -87,8 +87,9 @@ def with_cure(error: RuntimeError, who: str) -> RuntimeError:
     if "modified by an inplace operation" not in str(error):
         return error
     return RuntimeError(
-        f"{error}\n{who}: needs features as they were in the forward pass; write `x = x + conv(x, graph)` "
-        "instead of `x += conv(x, graph)`, and likewise for edge features"
+        f"{error}\n{who}: the backward pass needs the features of the forward pass, but they were changed in "
+        "place; write `x = x + conv(x, graph)` instead of `x += conv(x, graph)`, and do the same for edge "
+        "features"
     )
 
 

@@ -117,7 +117,7 @@ def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
     taken: list[inspect.Parameter] = []
 
     def place(parameter: inspect.Parameter) -> tuple[int | slice, Callable[[Any], Any] | None]:
-        """Where a function's argument is among the kernel's, and how to build it from several of them."""
+        """The position of an argument among the kernel's, and a function that builds it from several."""
         at, fields = len(taken), _fields(function, parameter.annotation)
         suffix = "_wanted" if parameter.name == "wanted" else ""
         names = {name + suffix: of for name, of in fields.items()} or {parameter.name: parameter.annotation}

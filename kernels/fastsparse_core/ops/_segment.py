@@ -234,7 +234,7 @@ def _gradient_of_product(
 def _segment_counts(
     index: Tensor | None, rowptr: Tensor | None, num_segments: int, num_rows: int, find: _Find | None = None
 ) -> Tensor:
-    """Number of rows of every segment, at least 1, int64 (num_segments, 1)."""
+    """Number of rows of every segment, or 1 if it is empty, int64 (num_segments, 1)."""
     # A copy, because callers may edit results of operators in place.
     return (find or find_segments)(index, rowptr, num_segments, num_rows).count.clone()[:, None]
 

@@ -108,7 +108,8 @@ def edge_expressions(
         )
         for n, (x, place) in enumerate(zip(tensors, places, strict=True))
     )
-    given = [x.contiguous() for x in tensors]  # outside of the node, so that the copies are differentiable
+    # Outside of `_EdgeExpression`, so that autograd differentiates the copies.
+    given = [x.contiguous() for x in tensors]
     made = tuple(Root(*root) for root in roots)
     out: tuple[Tensor, ...] = _EdgeExpression.apply(adj, made, leaves, width, *given)
     return out

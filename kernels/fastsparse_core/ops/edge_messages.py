@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any
 
 import torch
@@ -151,7 +152,9 @@ def gated_aggregate(
     k, q, v = _check_gates(adj, k, q, v)
     given = [edge_attr is not None, gate_weight is not None, value_weight is not None]
     if any(given) != all(given):
-        raise ValueError("edge_attr, gate_weight and value_weight: expected all of them or none")
+        names = ("edge_attr", "gate_weight", "value_weight")
+        got = " and ".join(compress(names, given))
+        raise ValueError(f"edge_attr, gate_weight and value_weight: expected all of them or none, got {got}")
     features = 0
     if edge_attr is not None:
         edge_attr = _edge(adj, "edge_attr", edge_attr, q, None)

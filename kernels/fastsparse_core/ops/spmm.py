@@ -296,7 +296,7 @@ class _Spmm(torch.autograd.Function):
         try:
             x, value, scale_dst, scale_src, rectified = ctx.saved_tensors
         except RuntimeError as error:
-            raise with_cure(error, "spmm, of values that want a gradient") from None
+            raise with_cure(error, "spmm with a value that requires a gradient") from None
         grad_x = grad_value = grad_bias = None
         if rectified is not None:
             grad = grad.masked_fill(rectified <= 0, 0)

@@ -30,8 +30,8 @@ def check_processes(table: Tensor) -> None:
     """
     if not dist.is_initialized():
         raise ValueError(
-            "shared=True: expected the processes of torch.distributed, got none; start the script with "
-            "torchrun and call torch.distributed.init_process_group() first, or leave shared out"
+            "shared=True: expected an initialized torch.distributed process group, got none; start the "
+            "script with torchrun and call torch.distributed.init_process_group() first, or use shared=False"
         )
     machine = socket.gethostname(), _boot_id()
     tables = _all_gathered((machine, tuple(table.shape), table.dtype))

@@ -77,7 +77,7 @@ class Degrees(RowFormats):
         Args:
             dtype: dtype of the result.
         """
-        found: Tensor | None = self._of_rows.results.get(("inv_degree", dtype))  # saves a call
+        found: Tensor | None = self._of_rows.results.get(("inv_degree", dtype))  # faster than `get`
         return (
             self._of_rows.get(("inv_degree", dtype), lambda: self._inv_degree(dtype))
             if found is None

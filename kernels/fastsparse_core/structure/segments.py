@@ -178,7 +178,7 @@ class Segments:
 
     @property
     def count(self) -> Tensor:
-        """Number of rows of every segment, at least 1, int64 (num_segments,)."""
+        """Number of rows of every segment, or 1 if it is empty, int64 (num_segments,)."""
         return self._built.get("count", lambda: self.rowptr.diff().clamp_(min=1))
 
     @property

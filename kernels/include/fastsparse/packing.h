@@ -310,7 +310,7 @@ constexpr std::size_t kMostArguments = 48;
 // Arguments of a Python function that fill one struct and then another.
 class Parameters {
  public:
-  // A list of arguments, and the struct to which their offsets are relative.
+  // The arguments that fill one of the two structs.
   struct Part {
     const Argument* begin = nullptr;
     const Argument* end = nullptr;

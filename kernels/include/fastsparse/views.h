@@ -706,10 +706,10 @@ struct MultiAggregateBackwardArgs {
   const void* ties;
   const void* grad;     // (num_rows, num_slots * width)
   void* base;           // (num_rows, width) in the accumulation type, like the next two
-  void* slope;          // (num_rows, width), null: neither var nor std
-  void* share;          // (num_rows, 2, width), null: neither max nor min
-  std::uint8_t* marks;  // (num_values, ceil(width / 4)): a bit for the maximum of each of 4 features, then
-                        // for the minimum; CUDA only, null: neither, or the edges have rows
+  void* slope;          // (num_rows, width), null without var and std
+  void* share;          // (num_rows, 2, width), null without max and min
+  std::uint8_t* marks;  // (num_values, ceil(width / 4)): for 4 features, 4 bits that mark maxima, then 4 that
+                        // mark minima; CUDA only. Null without max and min, or with `edge` but no `weight`
   void* grad_src;       // (num_cols, width), null: not computed
   void* grad_dst;       // (num_rows, width), null: not computed
   void* grad_edge;      // with a weight: (parts, num_values, edge_width) in the accumulation type, a part per
