@@ -10,9 +10,21 @@
 #include <vector>
 
 #include "fastsparse/cpu_attention.h"
+#include "fastsparse/cpu_pages.h"
 
 namespace fastsparse::cpu {
 namespace {
+
+constexpr std::int64_t kPrefetchEntries = 6;  // entries between a prefetch and its use
+
+// Prefetches memory that is read soon, or written (kWrite). Rows of edges are in the caller's order, so every
+// entry would wait for its row.
+template <int kWrite>
+FASTSPARSE_INLINE void prefetch(const void* data, std::int64_t first, std::int64_t bytes) {
+  if (data == nullptr) return;
+  const char* begin = static_cast<const char*>(data) + first;
+  for (std::int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(begin + byte, kWrite);
+}
 
 std::int64_t work(const CsrView& a, const EdgeMessageInput& input) {
   return a.num_edges * input.width * (1 + input.edge_width);
@@ -175,6 +187,11 @@ struct Message {
     }
   }
 
+  FASTSPARSE_INLINE void prefetch_row(const DenseView& matrix, std::int64_t row, std::int64_t count) const {
+    const std::int64_t item = size_of(input.dtype);
+    prefetch<0>(matrix.data, row * matrix.stride * item, count * item);
+  }
+
   FASTSPARSE_INLINE void set_features(std::int64_t position) {
     if (raw) features = read_row(input.edge, input.dtype, position, input.edge_width, features_workspace);
   }
@@ -208,6 +225,12 @@ FASTSPARSE_INLINE void send(const EdgeMessageArgs& args, std::int64_t row_begin,
     message.set_row(row);
     for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
       const std::int64_t position = edge_position(args.a, entry);
+      if (entry + kPrefetchEntries < args.a.num_edges) {  // also in later rows
+        const std::int64_t next = edge_position(args.a, entry + kPrefetchEntries);
+        message.prefetch_row(input.edge, next, message.raw ? input.edge_width : width);
+        message.prefetch_row(input.q, args.a.col[entry + kPrefetchEntries], width);
+        prefetch<1>(args.positive, next * args.sign_bytes, args.sign_bytes);
+      }
       message.set_entry(args.a.col[entry], position);
       if (message.gated) {
         add_gated(z, value, with_state, sum, side, width);
@@ -242,7 +265,7 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
                                              std::int64_t end, A* grad_weight) {
   const EdgeMessageInput& input = args.input;
   const Dtype dtype = input.dtype;
-  const std::int64_t width = input.width, edge_width = input.edge_width;
+  const std::int64_t width = input.width, edge_width = input.edge_width, item = size_of(dtype);
   const bool with_state = input.message == EdgeMessage::kGateAndState;
   Message<A> message(input, 7);
   A *z = message.z, *value = message.value, *grad_q = message.row(0), *grad_v = message.row(1);
@@ -256,6 +279,12 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
         message.gated && !with_state ? read_row(input.q, dtype, source, width, message.row(5)) : nullptr;
     for (std::int64_t entry = args.a_t.rowptr[source]; entry < args.a_t.rowptr[source + 1]; ++entry) {
       const std::int64_t row = args.a_t.col[entry], position = edge_position(args.a_t, entry);
+      if (entry + kPrefetchEntries < args.a_t.num_edges) {  // also in later columns
+        const std::int64_t next = edge_position(args.a_t, entry + kPrefetchEntries);
+        message.prefetch_row(args.grad, args.a_t.col[entry + kPrefetchEntries], width);
+        prefetch<0>(args.positive, next * args.sign_bytes, args.sign_bytes);
+        prefetch<1>(args.grad_edge, next * width * item, width * item);
+      }
       const A* grad = read_row(args.grad, dtype, row, width, message.row(6));
       if (message.gated) {
         std::copy_n(v, width, value);
