@@ -17,13 +17,11 @@ namespace {
 
 constexpr std::int64_t kPrefetchEntries = 6;  // entries between a prefetch and its use
 
-// Prefetches memory that is read soon, or written (kWrite). Rows of edges are in the caller's order, so every
-// entry would wait for its row.
-template <int kWrite>
-FASTSPARSE_INLINE void prefetch(const void* data, std::int64_t first, std::int64_t bytes) {
-  if (data == nullptr) return;
-  const char* begin = static_cast<const char*>(data) + first;
-  for (std::int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(begin + byte, kWrite);
+// Prefetches a row of a matrix, unless there is none.
+template <int kWrite = 0>
+FASTSPARSE_INLINE void prefetch_row(const void* matrix, std::int64_t row, std::int64_t stride,
+                                    std::int64_t bytes) {
+  if (matrix != nullptr) prefetch<kWrite>(static_cast<const char*>(matrix) + row * stride, bytes);
 }
 
 std::int64_t work(const CsrView& a, const EdgeMessageInput& input) {
@@ -189,7 +187,7 @@ struct Message {
 
   FASTSPARSE_INLINE void prefetch_row(const DenseView& matrix, std::int64_t row, std::int64_t count) const {
     const std::int64_t item = size_of(input.dtype);
-    prefetch<0>(matrix.data, row * matrix.stride * item, count * item);
+    cpu::prefetch_row(matrix.data, row, matrix.stride * item, count * item);
   }
 
   FASTSPARSE_INLINE void set_features(std::int64_t position) {
@@ -229,7 +227,7 @@ FASTSPARSE_INLINE void send(const EdgeMessageArgs& args, std::int64_t row_begin,
         const std::int64_t next = edge_position(args.a, entry + kPrefetchEntries);
         message.prefetch_row(input.edge, next, message.raw ? input.edge_width : width);
         message.prefetch_row(input.q, args.a.col[entry + kPrefetchEntries], width);
-        prefetch<1>(args.positive, next * args.sign_bytes, args.sign_bytes);
+        prefetch_row<1>(args.positive, next, args.sign_bytes, args.sign_bytes);
       }
       message.set_entry(args.a.col[entry], position);
       if (message.gated) {
@@ -282,8 +280,8 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
       if (entry + kPrefetchEntries < args.a_t.num_edges) {  // also in later columns
         const std::int64_t next = edge_position(args.a_t, entry + kPrefetchEntries);
         message.prefetch_row(args.grad, args.a_t.col[entry + kPrefetchEntries], width);
-        prefetch<0>(args.positive, next * args.sign_bytes, args.sign_bytes);
-        prefetch<1>(args.grad_edge, next * width * item, width * item);
+        prefetch_row(args.positive, next, args.sign_bytes, args.sign_bytes);
+        prefetch_row<1>(args.grad_edge, next, width * item, width * item);
       }
       const A* grad = read_row(args.grad, dtype, row, width, message.row(6));
       if (message.gated) {
