@@ -50,10 +50,7 @@ struct Rows {
   FASTSPARSE_INLINE const T* row(int entry) const { return base + col[entry] * stride; }
   FASTSPARSE_INLINE void prefetch(int entry, std::int64_t first, std::int64_t width) const {
     if (entry + kPrefetchEntries >= readable) return;
-    const auto* next = reinterpret_cast<const char*>(row(entry + kPrefetchEntries) + first);
-    for (std::int64_t byte = 0; byte < width * static_cast<std::int64_t>(sizeof(T)); byte += 64) {
-      __builtin_prefetch(next + byte);
-    }
+    cpu::prefetch(row(entry + kPrefetchEntries) + first, width * static_cast<std::int64_t>(sizeof(T)));
   }
 };
 

@@ -10,9 +10,19 @@
 #include <vector>
 
 #include "fastsparse/cpu_attention.h"
+#include "fastsparse/cpu_pages.h"
 
 namespace fastsparse::cpu {
 namespace {
+
+constexpr std::int64_t kPrefetchEntries = 6;  // entries between a prefetch and its use
+
+// Prefetches a row of a matrix, unless there is none.
+template <int kWrite = 0>
+FASTSPARSE_INLINE void prefetch_row(const void* matrix, std::int64_t row, std::int64_t stride,
+                                    std::int64_t bytes) {
+  if (matrix != nullptr) prefetch<kWrite>(static_cast<const char*>(matrix) + row * stride, bytes);
+}
 
 std::int64_t work(const CsrView& a, const EdgeMessageInput& input) {
   return a.num_edges * input.width * (1 + input.edge_width);
@@ -175,6 +185,11 @@ struct Message {
     }
   }
 
+  FASTSPARSE_INLINE void prefetch_row(const DenseView& matrix, std::int64_t row, std::int64_t count) const {
+    const std::int64_t item = size_of(input.dtype);
+    cpu::prefetch_row(matrix.data, row, matrix.stride * item, count * item);
+  }
+
   FASTSPARSE_INLINE void set_features(std::int64_t position) {
     if (raw) features = read_row(input.edge, input.dtype, position, input.edge_width, features_workspace);
   }
@@ -208,6 +223,12 @@ FASTSPARSE_INLINE void send(const EdgeMessageArgs& args, std::int64_t row_begin,
     message.set_row(row);
     for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
       const std::int64_t position = edge_position(args.a, entry);
+      if (entry + kPrefetchEntries < args.a.num_edges) {  // also in later rows
+        const std::int64_t next = edge_position(args.a, entry + kPrefetchEntries);
+        message.prefetch_row(input.edge, next, message.raw ? input.edge_width : width);
+        message.prefetch_row(input.q, args.a.col[entry + kPrefetchEntries], width);
+        prefetch_row<1>(args.positive, next, args.sign_bytes, args.sign_bytes);
+      }
       message.set_entry(args.a.col[entry], position);
       if (message.gated) {
         add_gated(z, value, with_state, sum, side, width);
@@ -242,7 +263,7 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
                                              std::int64_t end, A* grad_weight) {
   const EdgeMessageInput& input = args.input;
   const Dtype dtype = input.dtype;
-  const std::int64_t width = input.width, edge_width = input.edge_width;
+  const std::int64_t width = input.width, edge_width = input.edge_width, item = size_of(dtype);
   const bool with_state = input.message == EdgeMessage::kGateAndState;
   Message<A> message(input, 7);
   A *z = message.z, *value = message.value, *grad_q = message.row(0), *grad_v = message.row(1);
@@ -256,6 +277,12 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
         message.gated && !with_state ? read_row(input.q, dtype, source, width, message.row(5)) : nullptr;
     for (std::int64_t entry = args.a_t.rowptr[source]; entry < args.a_t.rowptr[source + 1]; ++entry) {
       const std::int64_t row = args.a_t.col[entry], position = edge_position(args.a_t, entry);
+      if (entry + kPrefetchEntries < args.a_t.num_edges) {  // also in later columns
+        const std::int64_t next = edge_position(args.a_t, entry + kPrefetchEntries);
+        message.prefetch_row(args.grad, args.a_t.col[entry + kPrefetchEntries], width);
+        prefetch_row(args.positive, next, args.sign_bytes, args.sign_bytes);
+        prefetch_row<1>(args.grad_edge, next, width * item, width * item);
+      }
       const A* grad = read_row(args.grad, dtype, row, width, message.row(6));
       if (message.gated) {
         std::copy_n(v, width, value);

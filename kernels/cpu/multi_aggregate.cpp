@@ -7,12 +7,14 @@
 #include <vector>
 
 #include "fastsparse/cpu_attention.h"
+#include "fastsparse/cpu_pages.h"
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cpu {
 namespace {
 
-constexpr int kBlockEntries = 8;  // squared deviations are computed from the mean of so many entries
+constexpr int kPrefetchEntries = 6;  // entries between a prefetch and its use
+constexpr int kBlockEntries = 8;     // squared deviations are computed from the mean of so many entries
 
 std::int64_t work(const CsrView& a, const MultiAggregateInput& input) {
   return a.num_edges * (input.width + (input.weight != nullptr ? input.width * input.edge_width : 0));
@@ -53,6 +55,17 @@ struct Messages {
   FASTSPARSE_INLINE const A* features(std::int64_t position) {
     return read_row({input.edge, input.edge_width}, input.dtype, position, input.edge_width,
                     edge_workspace.data());
+  }
+
+  // Prefetches the edge's row for an entry that follows soon, also in a later row, and the row of a result of
+  // the same size that the entry writes.
+  FASTSPARSE_INLINE void prefetch_ahead(const CsrView& a, std::int64_t entry, void* written = nullptr) const {
+    if (entry + kPrefetchEntries >= a.num_edges) return;
+    const std::int64_t next = edge_position(a, entry + kPrefetchEntries), item = size_of(input.dtype);
+    const auto* edge = static_cast<const char*>(input.edge);
+    const std::int64_t bytes = input.edge_width * item;
+    if (edge != nullptr) prefetch(edge + next * bytes, bytes);
+    if (written != nullptr) prefetch<1>(static_cast<const char*>(written) + next * bytes, bytes);
   }
 
   FASTSPARSE_INLINE void without_destination(std::int64_t col, std::int64_t position, A* out) {
@@ -164,6 +177,7 @@ FASTSPARSE_INLINE void aggregate_rows(const MultiAggregateArgs& args, std::int64
     for (std::int64_t first = begin; first < end; first += kBlockEntries) {
       const int entries = static_cast<int>(std::min<std::int64_t>(kBlockEntries, end - first));
       for (int u = 0; u < entries; ++u) {
+        messages.prefetch_ahead(args.a, first + u);
         messages.without_destination(args.a.col[first + u], edge_position(args.a, first + u), without.data());
         messages.whole(without.data(), block.data() + u * width);
       }
@@ -295,6 +309,7 @@ FASTSPARSE_INLINE void differentiate_rows(const MultiAggregateBackwardArgs& args
     if (args.grad_edge == nullptr && of_weight == nullptr) continue;
     for (std::int64_t entry = begin; entry < end; ++entry) {
       const std::int64_t position = edge_position(args.a, entry);
+      messages.prefetch_ahead(args.a, entry, weight == nullptr ? args.grad_edge : nullptr);
       messages.without_destination(args.a.col[entry], position, without.data());
       messages.whole(without.data(), message.data());
       gradient.of_message(row, without.data(), message.data(), grad.data());
@@ -326,6 +341,7 @@ FASTSPARSE_INLINE void differentiate_columns(const MultiAggregateBackwardArgs& a
     std::fill(total.begin(), total.end(), A{0});
     for (std::int64_t entry = args.a_t.rowptr[col]; entry < args.a_t.rowptr[col + 1]; ++entry) {
       const std::int64_t row = args.a_t.col[entry];
+      messages.prefetch_ahead(args.a_t, entry);
       messages.without_destination(col, edge_position(args.a_t, entry), without.data());
       if (args.share != nullptr) {
         messages.set_row(row);

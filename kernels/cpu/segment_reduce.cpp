@@ -24,6 +24,15 @@ FASTSPARSE_INLINE const T* row_of_entry(const SegmentReduceArgs& args, std::int6
   return static_cast<const T*>(args.x.data) + edge_position(args.a, entry) * args.x.stride;
 }
 
+// Prefetches `count` features, from f on, of an entry that follows soon, also in a later segment. Rows in the
+// order of the entries are prefetched by the hardware.
+template <typename T>
+FASTSPARSE_INLINE void prefetch_ahead(const SegmentReduceArgs& args, std::int64_t entry, std::int64_t f,
+                                      std::int64_t count) {
+  if (args.a.edge_id == nullptr || entry + kPrefetchEntries >= args.a.num_edges) return;
+  prefetch(row_of_entry<T>(args, entry + kPrefetchEntries) + f, count * static_cast<int>(sizeof(T)));
+}
+
 // Workspace for the state of every feature of a segment.
 template <typename A>
 struct Workspace {
@@ -40,19 +49,13 @@ FASTSPARSE_INLINE void sum_tile(const SegmentReduceArgs& args, std::int64_t row,
   using A = Acc<T>;
   using V = Lanes<A, kLanes>;
   const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
-  const bool in_order = args.a.edge_id == nullptr;  // if so, the hardware prefetches the rows
   V sum[kVectors], total[kVectors] = {}, compensation[kVectors] = {};
   for (std::int64_t block = begin; block < end; block += kEntriesPerSum) {
     const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) sum[v] = V{};
     for (std::int64_t entry = block; entry < block_end; ++entry) {
-      if (!in_order && entry + kPrefetchEntries < args.a.num_edges) {  // also in later segments
-        const T* next = row_of_entry<T>(args, entry + kPrefetchEntries) + f;
-        for (int byte = 0; byte < kVectors * kLanes * static_cast<int>(sizeof(T)); byte += 64) {
-          __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
-        }
-      }
+      prefetch_ahead<T>(args, entry, f, kVectors * kLanes);
       const T* x = row_of_entry<T>(args, entry) + f;
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
@@ -121,6 +124,7 @@ FASTSPARSE_INLINE void extremum_of_segment(const SegmentReduceArgs& args, std::i
   std::fill(best, best + width, -std::numeric_limits<A>::infinity());
   std::fill(chosen, chosen + width, 0);
   for (std::int64_t entry = begin; entry < end; ++entry) {
+    prefetch_ahead<T>(args, entry, 0, width);
     const T* x = row_of_entry<T>(args, entry);
     const auto offset = static_cast<std::int32_t>(entry - begin);
     for (std::int64_t f = 0; f < width; ++f) {

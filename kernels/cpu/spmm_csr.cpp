@@ -72,9 +72,7 @@ FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, s
     for (std::int64_t entry = block; entry < block_end; ++entry) {
       if (entry + kPrefetchEntries < prefetched) {  // also in later rows
         const T* next = x + args.a.col[entry + kPrefetchEntries] * args.x.stride;
-        for (int byte = 0; byte < kVectors * kWidth * static_cast<int>(sizeof(T)); byte += 64) {
-          __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
-        }
+        prefetch(next, kVectors * kWidth * static_cast<int>(sizeof(T)));
       }
       const T* source = x + args.a.col[entry] * args.x.stride;
       if constexpr (kByFeature) {

@@ -17,6 +17,14 @@
 
 namespace fastsparse::cpu {
 
+// Prefetches memory that is soon read, or written (kWrite), before the entry that needs it would wait for it.
+template <int kWrite = 0>
+FASTSPARSE_INLINE void prefetch(const void* begin, std::int64_t bytes) {
+  for (std::int64_t byte = 0; byte < bytes; byte += 64) {
+    __builtin_prefetch(static_cast<const char*>(begin) + byte, kWrite);
+  }
+}
+
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 // AVX-512 would gain little or nothing. Machines without AVX2 are rare, so the version for them is compiled
 // with fewer optimisations, for a fast build.
