@@ -1,4 +1,4 @@
-"""The structure of a sparse graph: immutable, without values; everything derived from it is built once."""
+"""The structure of a sparse graph: immutable, and without edge values. Derived data are built once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fastsparse_core.structure.storage import Storage, move, send_copies
 
 _T = TypeVar("_T")
 
-#: Not a WeakValueDictionary, because its look-ups take five times as long.
+#: Handle -> Adjacency. Not a WeakValueDictionary, because its look-ups take five times as long.
 _registry: dict[int, weakref.ref[Adjacency]] = {}
 _next_handle = itertools.count(1)
 #: Structures with at most this number of entries are transposed without checking for symmetry first.
@@ -53,10 +53,12 @@ class Adjacency(Storage):
         rowptr, col, shape, group_rows: see the attributes. The constructor does not check them.
         edge_id: position of every entry in the caller's edge order, int64 (num_edges,); None: entries are in
             that order.
-        num_values: see the attributes; None: one per entry.
-        num_given: number of the caller's edges; None: ``num_values``.
-        loop_edge: for inserted self loops, the edges that they replaced.
-        merge: for merged edges, pairs (caller's edge, merged edge).
+        num_values: see the attributes; None: one value per entry.
+        num_given: number of the caller's edges, before self loops are inserted; None: ``num_values``.
+        loop_edge: None: no self loops were inserted. Otherwise int64 (min(shape),), the position of the
+            caller's edge that the loop of every node replaced, or -1; or () if no edge was replaced.
+        merge: None: no edges were merged. Otherwise two int64 tensors (number of edges before merging,): the
+            position of every edge in the caller's order, and the number of its merged edge.
 
     Attributes:
         rowptr: int64 (num_dst + 1,); row i has the entries ``rowptr[i]`` to ``rowptr[i + 1] - 1``.
@@ -80,9 +82,9 @@ class Adjacency(Storage):
         (tensor([0, 2, 2, 3]), tensor([1, 2, 0], dtype=torch.int32))
     """
 
-    #: Whether this is one rank's part of a graph (:class:`fastsparse_core.distributed.PartitionedAdjacency`).
+    #: True for one rank's part of a graph (:class:`fastsparse_core.distributed.PartitionedAdjacency`).
     is_partitioned: ClassVar[bool] = False
-    #: Whether replays of a CUDA graph rebuild the structure for other edges (``FreshAdjacency``).
+    #: True if replays of a CUDA graph rebuild the structure for other edges (``FreshAdjacency``).
     is_padded: ClassVar[bool] = False
 
     def __init__(
@@ -154,8 +156,8 @@ class Adjacency(Storage):
                 :meth:`coalesce_value` sums the caller's values.
             self_loops: ``"keep"`` changes nothing; ``"append"`` adds a loop (i, i) for every i < min(shape)
                 after the caller's edges; ``"replace"`` also drops the caller's own loops;
-                ``"replace_if_some"`` does the same, but only if the caller's edges have loops
-                (`has_inserted_loops` tells). For edge values, see :meth:`extend_value`.
+                ``"replace_if_some"`` does the same if the caller's edges have loops, and otherwise changes
+                nothing; read `has_inserted_loops` to find out. For edge values, see :meth:`extend_value`.
             group_rows: ``"auto"``, ``"none"`` or ``"minhash"``, see :class:`Adjacency`.
 
         Raises:
@@ -199,7 +201,7 @@ class Adjacency(Storage):
             self._learn(rows.found)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a pickled structure; checks it, because files may be damaged and kernels do not check.
+        """Restores and checks a pickled structure: files may be damaged, and kernels check nothing.
 
         Raises:
             ValueError: a part is missing, or a check of :meth:`from_csr` fails.
@@ -224,7 +226,7 @@ class Adjacency(Storage):
         self._take(rows, shape, group_rows)
 
     def _learn(self, found: Inspection) -> None:
-        """Caches results of the checks; for a large structure, only those that take no memory."""
+        """Caches results of checking the edges; for a large structure, only results without tensors."""
         if found.order is None:
             self.usage.scattered = 0
         if self.num_edges > _MANY_ENTRIES:
@@ -262,9 +264,9 @@ class Adjacency(Storage):
             edge_id: position of every entry in the caller's edge order, a permutation, int32 or int64
                 (num_edges,); None: entries are in that order.
             group_rows: ``"auto"``, ``"none"`` or ``"minhash"``, see :class:`Adjacency`.
-            copy: whether to copy the tensors. With False, a contiguous int64 ``rowptr`` and a contiguous
-                int32 ``col`` are used directly, which saves half of the memory of a large graph. As long as
-                the structure is alive, do not write to these tensors, and do not move them to shared memory
+            copy: if True, copies the tensors. If False, a contiguous int64 ``rowptr`` and a contiguous int32
+                ``col`` are used directly, which saves half of the memory of a large graph. As long as the
+                structure is alive, do not write to these tensors, and do not move them to shared memory
                 (``share_memory_()``): kernels would read invalid memory.
 
         Raises:
@@ -296,6 +298,10 @@ class Adjacency(Storage):
             edge_id: as in :meth:`from_csr`.
             group_rows: as in :meth:`from_csr`.
             copy: as in :meth:`from_csr`.
+
+        Raises:
+            TypeError: as in :meth:`from_csr`.
+            ValueError: as in :meth:`from_csr`.
         """
         num_dst, num_src = check_shape(shape)
         options: dict[str, Any] = {"edge_id": edge_id, "group_rows": group_rows, "copy": copy}
@@ -308,15 +314,15 @@ class Adjacency(Storage):
 
     @property
     def has_transpose(self) -> bool:
-        """Whether the transposed structure was built and is still alive."""
+        """True if the transposed structure was built and is still alive."""
         return "t" in self._built.results or (self._parent is not None and self._parent() is not None)
 
     def t(self, *, valued: bool = True) -> Adjacency:
         """The transposed structure, for the same edge values. It shares tensors if A is symmetric.
 
         Args:
-            valued: whether to store `edge_id` of the transpose, which takes 4 bytes per edge. It is needed
-                only for edge values. If it was not stored and is needed later, the edges are sorted again.
+            valued: if True, stores `edge_id` of the transpose, which takes 4 bytes per edge. Only edge values
+                need `edge_id`. If it was not stored and is needed later, the edges are sorted again.
         """
         parent = self._parent() if self._parent is not None else None
         found: Adjacency | None = parent or self._built.results.get(
@@ -325,10 +331,10 @@ class Adjacency(Storage):
         return found or self._built.get("t", lambda: self._transpose(valued))
 
     def keep_transpose(self, transposed: Adjacency) -> None:
-        """Stores a structure as the transpose of this one; it must have no other owner.
+        """Stores a structure as the transpose of this structure.
 
         Args:
-            transposed: the structure.
+            transposed: the transpose; no other structure may own it.
         """
         # This structure owns its transpose, which has only a weak reference back: no reference cycle.
         self._parent = None
@@ -346,7 +352,7 @@ class Adjacency(Storage):
             colptr, row, order = transpose(self.rowptr, self.col, self.num_src)
         else:
             colptr, row = transpose_pairs(self.rowptr, self.col, self.num_src)
-        if not is_known:  # both comparisons wait for the device only once
+        if not is_known:  # one `bool` for both comparisons, because each waits for the device
             symmetric = bool((colptr == self.rowptr).all() & (row == self.col).all())
         self.symmetric = symmetric
         transposed = Adjacency(
@@ -374,9 +380,9 @@ class Adjacency(Storage):
         return transposed
 
     def _look_at_entries(self) -> None:
-        """Finds out whether there are loops, and, with a checksum, whether the structure is symmetric.
+        """Sets `has_loops`, and sets `symmetric` by a checksum, if it is not known yet.
 
-        The checksum wrongly reports symmetry with a probability of 2^-64.
+        The checksum of a structure that is not symmetric is 0 with a probability of 2^-64.
         """
         if self.num_dst != self.num_src:
             self.symmetric = False
@@ -387,7 +393,11 @@ class Adjacency(Storage):
             self.symmetric = found.checksum == 0 and not found.cols_descend
 
     def is_free_of_loops(self) -> bool:
-        """Whether no entry is a loop; False while a CUDA graph is captured, unless it was checked before."""
+        """Returns True if no entry is a loop (i, i).
+
+        While a CUDA graph is captured, the entries cannot be read: the result is False, unless loops were
+        looked for before.
+        """
         if self.has_loops is None and self.num_dst == self.num_src:
             if self.col.is_cuda and torch.cuda.is_current_stream_capturing():
                 return False
@@ -404,25 +414,28 @@ class Adjacency(Storage):
             num_values=self.num_values,
             group_rows="none",
         )
-        other._of_rows = self._of_rows  # equal rows, so they are cut into the same slices
+        other._of_rows = self._of_rows  # results that depend only on rowptr are equal
         return other
 
     def derived(self, key: Hashable, build: Callable[[], _T]) -> _T:
         """Result of ``build()``, computed once and cached: for constants that layers derive from a structure.
 
         Args:
-            key: name of the result, which no other module may use.
-            build: function that computes the result, which must not be None. It is called at most once, under
-                a lock.
+            key: name of the result. Choose a name that no other module uses.
+            build: function that computes the result and must not return None. It is called at most once,
+                under a lock.
+
+        Raises:
+            RuntimeError: the result would have to be built while a CUDA graph is captured.
         """
         found: _T | None = self._built.results.get(("user", key))
         return self._built.get(("user", key), build) if found is None else found
 
     def incidence(self) -> Adjacency:
-        """The structure (num_dst, num_values) whose sources are the edges, each with its destination.
+        """The structure (num_dst, num_values) that connects every edge, as a source, to its destination.
 
-        With it, :func:`spmm` sums edge features per destination, and :func:`sddmm` computes the dot product
-        of every edge's features with those of its destination.
+        With this structure, :func:`spmm` sums edge features per destination, and :func:`sddmm` computes the
+        dot product of every edge's features and its destination's features.
         """
 
         def build() -> Adjacency:
@@ -447,17 +460,17 @@ class Adjacency(Storage):
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether A equals its transpose. Builds the transpose; False if columns within rows are unsorted."""
+        """True if A equals its transpose. Builds the transpose; False if columns within rows are unsorted."""
         return self.t(valued=False).col is self.col
 
     def prepare(self, *, backward: bool = True) -> Adjacency:
-        """Builds everything that the operators need, so that no later call has to; returns self.
+        """Builds all formats that the operators need, so that no later call builds any; returns self.
 
-        Call it before ``torch.compile`` and before capturing a CUDA graph: formats cannot be built inside
-        them.
+        Call this method before ``torch.compile`` and before capturing a CUDA graph: formats cannot be built
+        in compiled code or during a capture.
 
         Args:
-            backward: whether to also build the transposed structure.
+            backward: if True, also builds the transposed structure, which gradients need.
         """
         self.sort_slices()
         self.usage.scattered = None
@@ -484,7 +497,9 @@ class Adjacency(Storage):
     # ---------------------------------------------------------------- devices
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:
-        """The same structure on another device (self if it is there already). Derived data are not copied.
+        """The same structure on another device; self if it is already on this device.
+
+        Derived data are not copied.
 
         Args:
             device: target device.

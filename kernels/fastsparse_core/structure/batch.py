@@ -28,7 +28,8 @@ def adjacency_of_batch(
         col: int32 (num_edges,).
         shape: (num_dst, num_src).
         inv_degree: as in :meth:`Adjacency.inv_degree`.
-        slices: on CUDA, the work list of uncut rows in row order; used if no row must be cut.
+        slices: on CUDA, the work list in which every row is one slice, in row order, int64 (num_dst, 2); it
+            is used if no row is longer than a slice. None on the CPU.
         most_entries: upper bound of the number of entries per row.
         edge_id: as in :class:`Adjacency`, (num_edges,).
     """

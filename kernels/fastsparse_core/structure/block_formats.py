@@ -22,10 +22,11 @@ from fastsparse_core.structure.degrees import Degrees
 
 _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
-#: Bytes per entry that the conversion to blocks takes while it runs: rows, and two sorts of 64-bit keys.
+#: Bytes per entry that the conversion to blocks allocates: rows, and two sorts of 64-bit keys.
 _CONVERSION_BYTES = 48
-#: Bytes that a conversion may take without a check; share of the free memory that a larger one may take.
+#: A conversion that allocates at most this number of bytes is tried without asking for the free memory.
 _FEW_BYTES = 2**30
+#: A larger conversion may allocate this share of the free memory.
 _SHARE_OF_FREE = 0.5
 
 
@@ -50,19 +51,20 @@ class BlockFormats(Degrees):
 
     @property
     def has_bsb(self) -> bool:
-        """Whether the binary sparse blocks were built."""
+        """True if the binary sparse blocks were built."""
         return "bsb" in self._of_pattern.results
 
     @property
     def can_convert(self) -> bool:
-        """Whether the conversion to binary sparse blocks has not failed yet."""
+        """True if the conversion to binary sparse blocks has not failed yet."""
         return not self._bsb_refused
 
     def try_bsb(self) -> bool:
-        """Builds the binary sparse blocks if possible; returns whether they exist.
+        """Builds the binary sparse blocks if possible; returns True if they exist.
 
-        If there is too little memory, or there are too many vectors or sources, the CSR kernels are used. Too
-        little memory and too many vectors are logged once, and the conversion is not tried again.
+        If memory is too small, or the structure has too many vectors or sources, the CSR kernels are used. If
+        the reason is memory or the number of vectors, it is logged once, and the conversion is not tried
+        again.
         """
         if not self.has_bsb and not self._bsb_refused and self.num_src <= MOST_COLUMNS:
             needed = self.num_edges * _CONVERSION_BYTES
@@ -119,7 +121,7 @@ class BlockFormats(Degrees):
         """The binary sparse blocks in the form that the compiled kernels take.
 
         Args:
-            valued: whether to include the position of every entry among the edge values.
+            valued: if True, includes the position of every entry among the edge values.
         """
         return self._built.get(("bsb_structure", valued), lambda: self._bsb_structure(valued))
 
@@ -135,7 +137,10 @@ class BlockFormats(Degrees):
 
     @property
     def bsb_value_id(self) -> Tensor:
-        """Position in the caller's edge order of every entry, (num_edges,), by quad, vector, row."""
+        """Position of every entry in the caller's edge order, int32 or int64 (num_edges,).
+
+        The entries are sorted by quad, then by vector, then by row.
+        """
         return self._built.get("bsb_value_id", self._bsb_value_id)
 
     def _bsb_value_id(self) -> Tensor:
@@ -144,7 +149,10 @@ class BlockFormats(Degrees):
 
     @property
     def dense_place(self) -> Tensor:
-        """Position of every entry among the values of dense vectors, (num_edges,), by quad, vector, row."""
+        """Position of every entry among the values of dense vectors, int32 or int64 (num_edges,).
+
+        The entries are sorted by quad, then by vector, then by row.
+        """
         return self._of_pattern.get("dense_place", self._dense_place)
 
     def _dense_place(self) -> Tensor:
@@ -153,7 +161,7 @@ class BlockFormats(Degrees):
 
     @property
     def sddmm_split(self) -> RowSplit:
-        """Like `bsb_split`, with shorter slices. sddmm can use them because it adds no partial results."""
+        """Like `bsb_split`, with shorter slices, which cost sddmm nothing: it adds no partial results."""
         return self._of_pattern.get(
             "sddmm_split",
             lambda: self._slices(lengths.sddmm_slice_blocks(self.bsb.num_blocks)),
@@ -161,7 +169,7 @@ class BlockFormats(Degrees):
 
     @property
     def has_sddmm_structure(self) -> bool:
-        """Whether `sddmm_structure` was built."""
+        """True if `sddmm_structure` was built."""
         return "sddmm_starts" in self._of_pattern.results and "sorted_edge_id" in self._built.results
 
     def sddmm_structure(self) -> tuple[Any, Tensor, Tensor, Tensor | None]:
@@ -198,7 +206,7 @@ class BlockFormats(Degrees):
         return order if self.edge_id is None else self.edge_id.index_select(0, order)
 
     def quad_vector(self) -> Tensor:
-        """Number of vectors before every quad, int64 (num_quads,), for values as dense vectors."""
+        """Number of vectors before every quad, int64 (num_quads,), for values stored as dense vectors."""
         return self._of_pattern.get("quad_vector", self.bsb.quad_vector)
 
     def _blocks(
@@ -207,8 +215,8 @@ class BlockFormats(Degrees):
         bsb = self.bsb
         slices, num_slices, split_row, split_ptr, num_split_rows = addresses_of(split)
         return _C.BsbStructure(
-            # Address of the storage, because an empty view has no address, and the kernels read ahead past
-            # its end.
+            # The address of the storage: an empty view has no address, but kernels read a few quads past the
+            # end of the view.
             quad=bsb.quad.untyped_storage().data_ptr(),
             window_ptr=bsb.window_ptr,
             window_row=bsb.window_row,
@@ -239,6 +247,6 @@ class BlockFormats(Degrees):
         with torch.inference_mode(False):
             result = scale_src.float()[self.bsb.col.long()]
         if torch.cuda.is_current_stream_capturing():
-            return result  # recorded with the graph, and computed by every replay
+            return result  # not cached: the memory belongs to the CUDA graph, whose replays write it
         self._built.results["vector_scale"] = (weakref.ref(scale_src), version, result)
         return result

@@ -25,14 +25,18 @@ class BuiltOnce:
     def lock(self) -> ForkSafeLock:
         """Lock that is held while a result is built.
 
-        An Adjacency has several of these locks. To avoid deadlocks, take that of its `_built` first.
+        An Adjacency has several of these locks. To avoid deadlocks, take the lock of `_built` first.
         """
-        # `setdefault` is atomic: if several threads come at once, all get the lock of the first.
+        # `setdefault` is atomic: if several threads call it at once, all get the same lock.
         lock: ForkSafeLock = self._lock or self.__dict__.setdefault("_lock", ForkSafeLock())
         return lock
 
     def get(self, key: Any, build: Callable[[], _T]) -> _T:
-        """The result with a name. The first call makes it with ``build``, which must not return None.
+        """The result with the name ``key``. The first call makes it with ``build``.
+
+        Args:
+            key: name of the result.
+            build: function that computes the result and must not return None.
 
         Raises:
             RuntimeError: the result would have to be built while a CUDA graph is captured.
@@ -40,12 +44,12 @@ class BuiltOnce:
         result = self.results.get(key)
         if result is None:
             if torch.compiler.is_compiling():
-                return build()  # a trace cannot use locks, and its result belongs to the traced graph
+                return build()  # traced code cannot use locks, and this result belongs to the traced graph
             with self.lock:
                 result = self.results.get(key)
                 if result is None:
                     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-                        # A capture records kernels without running them: a kept result would be read
+                        # A capture records kernels without running them, so a cached result would be read
                         # before it is computed.
                         raise RuntimeError(
                             f"{key}: must be built before a CUDA graph is captured; run the model once, "
@@ -63,7 +67,10 @@ class BuiltOnce:
 
 
 class BuiltInRun(BuiltOnce):
-    """Results of a structure that exists in one run of a captured step. The CUDA graph builds them again."""
+    """Results of a structure that exists only in one run of a captured step.
+
+    They may be built during the capture, because every replay of the CUDA graph computes them again.
+    """
 
     def get(self, key: Any, build: Callable[[], _T]) -> _T:
         """Like `BuiltOnce.get`, but also allowed while a CUDA graph is captured."""

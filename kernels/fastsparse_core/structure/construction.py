@@ -33,7 +33,8 @@ class CompressedRows:
     """The parts of a structure, with the names of :class:`fastsparse_core.Adjacency`.
 
     Attributes:
-        found: results of checking the edges, if the structure consists of exactly these edges.
+        found: results of checking the caller's edges, if the structure consists of exactly these edges;
+            otherwise None.
     """
 
     rowptr: Tensor
@@ -89,7 +90,7 @@ def rows_of_edges(
         num_values,
         num_given,
         loop_edge,
-        symmetric=square and facts.checksum == 0,  # a loop equals its reverse, so loops change nothing
+        symmetric=square and facts.checksum == 0,  # a loop equals its reverse: inserted loops change nothing
         has_sorted_slices=not row.is_cuda,
     )
 
@@ -97,9 +98,10 @@ def rows_of_edges(
 def _as_given(
     row: Tensor, col: Tensor, shape: tuple[int, int], keeps_loops: bool
 ) -> CompressedRows | IndexFacts:
-    """CompressedRows of edges without inserted loops or merging; in the given order if rows ascend.
+    """CompressedRows of the caller's edges as they are, without inserted loops and without merging.
 
-    If the edges have loops that must be replaced, only the facts are returned.
+    Edges whose rows ascend keep their order, unless the structure may be symmetric and its columns are not
+    sorted. If the edges have loops that must be replaced, only the facts are returned.
     """
     square = shape[0] == shape[1]
     longest = lengths.slice_length(row.numel(), gpu.profile_of(row.device))
@@ -126,7 +128,7 @@ def _as_given(
             found=found,
         )
     out = (found.rowptr, found.col)
-    del found  # frees its other tensors before the sort allocates as much again
+    del found  # frees the other tensors of the inspection before the sort allocates memory
     rowptr, sorted_col, order = compress(row, col, *shape, out=out)
     return CompressedRows(
         rowptr,
@@ -172,7 +174,7 @@ def rows_of_pointers(
         rowptr: as in `from_csr`.
         col: as in `from_csr`.
         shape: as in `from_csr`.
-        edge_id: as in `from_csr`; with ``num_values``, distinct positions below that number.
+        edge_id: as in `from_csr`; with ``num_values``, distinct positions below ``num_values``.
         num_values: length of an edge-value tensor; None: the length of ``col``.
         copy: as in `from_csr`.
 
@@ -249,18 +251,18 @@ def check_edges(row: Tensor, col: Tensor, duplicates: str, self_loops: str) -> N
 
 
 def _own(index: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in the given dtype, which later in-place edits by the caller do not change."""
+    """A contiguous copy in the given dtype, which the caller's later in-place edits do not change."""
     return index.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def insert_loops(
     row: Tensor, col: Tensor, count: int, replace: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | tuple[()]]:
-    """Edges with loops appended.
+    """Appends a loop (i, i) for every i < ``count`` to edges; with ``replace``, drops their own loops first.
 
     Returns:
-        Rows; columns; position of every edge among the caller's edges and the added loops (None: unchanged);
-        the replaced loop edge of every node, in the form of `Adjacency`.
+        Rows; columns; the position of every edge in the caller's edges followed by the added loops (None: no
+        edge was dropped); and ``loop_edge`` of `Adjacency`.
     """
     num_edges = row.numel()
     loop_edge: Tensor | tuple[()] = ()
@@ -285,7 +287,7 @@ def check_shape(shape: tuple[int, int]) -> tuple[int, int]:
 
     Raises:
         TypeError: ``shape`` is not a pair of ints.
-        ValueError: a size is negative, or has more than 31 bits.
+        ValueError: a size is negative or larger than 2^31 - 1.
     """
     try:
         num_dst, num_src = shape

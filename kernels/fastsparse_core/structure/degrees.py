@@ -1,4 +1,4 @@
-"""Degrees of a structure's nodes, and their powers, by which layers scale."""
+"""Degrees of a structure's nodes, and powers of the degrees, by which layers scale features."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class Degrees(RowFormats):
         return self._of_rows.get("in_degree", self.rowptr.diff)
 
     def out_degree(self) -> Tensor:
-        """Number of entries per column, int64 (num_src,); needs no transpose."""
+        """Number of entries per column, int64 (num_src,); does not build the transpose."""
         if "t" in self._built.results or self._parent is not None:
             return self.t(valued=False).in_degree()
         return self._built.get("out_degree", lambda: torch.bincount(self.col, minlength=self.num_src))
 
     def has_empty_rows(self) -> bool:
-        """Whether some destination has no edge (read from the device once)."""
+        """True if some destination has no edge. The first call may wait for the device."""
         found: tuple[bool] = self._of_rows.results.get("has_empty_rows") or self._of_rows.get(
             "has_empty_rows", lambda: (bool((self.in_degree() == 0).any()),)
         )
         return found[0]
 
     def is_empty_row(self) -> Tensor:
-        """Which destinations have no edge, bool (num_dst,)."""
+        """Mask of the destinations without edges, bool (num_dst,)."""
         return self._of_rows.get("is_empty_row", lambda: self.in_degree() == 0)
 
     def loop_count(self) -> Tensor:
-        """Number of entries of every row whose column is the row itself, int64 (num_dst,)."""
+        """Number of self loops of every row, int64 (num_dst,)."""
         return self._built.get("loop_count", self._loop_count)
 
     def _loop_count(self) -> Tensor:
@@ -91,7 +91,11 @@ class Degrees(RowFormats):
         return _power(self.in_degree(), -1.0, dtype)
 
     def _finds_inv_degree(self) -> bool:
-        """Whether the inverse degrees are known. On CUDA, building a new work list also computes them."""
+        """Returns True if the inverse degrees are cached.
+
+        If the work list of the CSR kernels can be built in one launch, builds it first, because this launch
+        also computes the inverse degrees.
+        """
         if not self.has_sorted_slices:
             self.row_split  # noqa: B018
         return ("inv_degree", torch.float32) in self._of_rows.results

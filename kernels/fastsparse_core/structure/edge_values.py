@@ -17,15 +17,16 @@ class EdgeValues:
     shape: tuple[int, int]
     num_values: int
     _num_given: int  # number of the caller's edges, before loops are inserted
-    #: (min(shape),): position of the caller's edge that was this node's self loop, -1 if there was none; ()
-    #: if no node had one. None: no loops were inserted.
+    #: int64 (min(shape),): the position of the caller's edge that the inserted loop of every node replaced,
+    #: -1 if the node had no loop; () if no edge was replaced. None: no loops were inserted.
     _loop_edge: Tensor | tuple[()] | None
-    #: (caller's edge, merged edge) of every edge before duplicates were merged.
+    #: For every edge before merging, int64: its position in the caller's order, and the number of its merged
+    #: edge. None: no edges were merged.
     _merge: tuple[Tensor, Tensor] | None
 
     @property
     def has_inserted_loops(self) -> bool:
-        """Whether self loops were inserted at construction (see ``self_loops`` of `from_coo`)."""
+        """True if self loops were inserted at construction (see ``self_loops`` of `from_coo`)."""
         return self._loop_edge is not None
 
     def extend_value(
@@ -36,15 +37,16 @@ class EdgeValues:
         Args:
             value: floating (E, ...), in the caller's edge order.
             fill_value: value of the loops: a number, or a tensor (min(shape), ...).
-            keep_existing: whether a loop that replaced one of the caller's loops keeps its value (the value
-                of the last one if there were several), as in PyG's ``add_remaining_self_loops``.
+            keep_existing: if True, a loop that replaced one of the caller's loops gets the value of the
+                caller's loop (of the last one, if the node had several), as in PyG's
+                ``add_remaining_self_loops``. If False, all loops get ``fill_value``.
 
         Returns:
-            (num_values, ...).
+            Values of the caller's edges and of the loops, (num_values, ...).
 
         Raises:
-            ValueError: no self loops were inserted, or the number of values is not that of the caller's
-                edges.
+            ValueError: no self loops were inserted, or ``value`` does not have one value per edge of the
+                caller.
         """
         count = min(self.shape)
         if self._loop_edge is None:
@@ -66,13 +68,14 @@ class EdgeValues:
         """Sums the caller's edge values per merged edge of ``duplicates="sum"``; differentiable.
 
         Args:
-            value: floating (E, ...), in the caller's edge order; None: ones, which gives multiplicities.
+            value: floating (E, ...), in the caller's edge order, followed by the inserted loops if there are
+                any; None: ones, so the result counts the edges that were merged.
 
         Returns:
-            (num_values, ...), sorted by (row, col).
+            Values of the merged edges, (num_values, ...), sorted by (row, col).
 
         Raises:
-            ValueError: edges were not merged, or the number of values is not that of the caller's edges.
+            ValueError: edges were not merged, or ``value`` does not have one value per edge before merging.
         """
         if self._merge is None:
             raise ValueError("coalesce_value: expected an Adjacency built with duplicates='sum'")

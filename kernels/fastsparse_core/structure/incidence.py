@@ -12,7 +12,7 @@ from fastsparse_core.structure.segments import Segments
 def edge_ends(adj: Adjacency) -> Tensor:
     """Source and destination of every edge, in the order of the edge values, int64 (2, num_values).
 
-    Both are 0 for self loops of the caller that were replaced by inserted loops.
+    If inserted loops replaced self loops of the caller, source and destination of the replaced loops are 0.
     """
 
     def build() -> Tensor:
@@ -28,7 +28,7 @@ def edge_segments(adj: Adjacency) -> Segments:
     """The edges of every destination, as segments of the rows of a matrix in the caller's edge order."""
 
     def build() -> Segments:
-        split = adj.row_split if adj.device.type == "cuda" else None  # the CPU's kernels need none
+        split = adj.row_split if adj.device.type == "cuda" else None  # kernels on the CPU use no work list
         return Segments(adj.rowptr, adj.edge_id, adj.num_edges, split)
 
     return adj.derived("fastsparse_core.structure.edge_segments", build)

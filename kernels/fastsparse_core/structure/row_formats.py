@@ -22,12 +22,13 @@ _T = TypeVar("_T")
 
 @dataclass
 class Usage:
-    """How often a structure was used, for the rules that decide whether to build another format.
+    """Counts how often a structure was used, for the rules that decide whether to build another format.
 
     Attributes:
         products: number of products that count for a conversion.
         csr: number of calls that used slices in row order.
-        scattered: number of gradients that were computed without a transpose; None: they need the transpose.
+        scattered: number of gradients that were computed by scattering, without the transpose; None:
+            gradients use the transpose.
     """
 
     products: int = 0
@@ -42,8 +43,8 @@ class TransposedOrder(NamedTuple):
         rowptr: row pointers of the untransposed structure.
         col: columns of the untransposed structure.
         num_src: number of columns of the untransposed structure.
-        given: `edge_id` of the untransposed structure.
-        symmetric: whether the structure equals its transpose.
+        given: `edge_id` of the untransposed structure; None: the identity.
+        symmetric: True if the structure equals its transpose.
     """
 
     rowptr: Tensor
@@ -53,7 +54,7 @@ class TransposedOrder(NamedTuple):
     symmetric: bool
 
     def edge_id(self) -> Tensor:
-        """The positions, the value of `edge_id`."""
+        """Computes `edge_id` of the transposed structure, int32 or int64 (num_edges,)."""
         given = self.given.edge_id() if isinstance(self.given, TransposedOrder) else self.given
         if self.symmetric:
             return reverse_entries(self.rowptr, self.col, given)
@@ -73,10 +74,10 @@ class RowFormats:
         num_src: number of columns.
         handle: number by which operators identify the object.
         plans: plans of earlier calls, by operator and shape, for later calls of the same kind.
-        usage: how often the structure was used.
-        has_sorted_slices: whether `row_split` sorts slices by length.
-        symmetric: whether the structure, without edge values, equals its transpose; None: not compared yet.
-        has_loops: whether some edge is a loop; None: not checked yet.
+        usage: counts of how often the structure was used.
+        has_sorted_slices: True if `row_split` sorts slices by length.
+        symmetric: True if the structure, without edge values, equals its transpose; None: not compared yet.
+        has_loops: True if some edge is a loop; None: not checked yet.
     """
 
     rowptr: Tensor
@@ -118,14 +119,14 @@ class RowFormats:
         return gpu.profile_of(self.col.device)
 
     def row(self) -> Tensor:
-        """Destination of every stored entry, int32 (num_edges,); cached, for operators that read it."""
+        """Destination of every stored entry, int32 (num_edges,); cached."""
         if torch.compiler.is_compiling() and "row" not in self._of_rows.results:
             row = torch.arange(self.num_dst, dtype=torch.int32, device=self.device)
             return row.repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
         return self._of_rows.get("row", lambda: expand_rows(self.rowptr, self.num_edges))
 
     def row_once(self) -> Tensor:
-        """Like `row`, but not cached: for building formats."""
+        """Like `row`, but does not cache the result: for formats, which read the rows once."""
         kept = self._of_rows.results.get("row")
         return expand_rows(self.rowptr, self.num_edges) if kept is None else kept
 
@@ -138,14 +139,15 @@ class RowFormats:
 
     @property
     def has_row_split(self) -> bool:
-        """Whether `row_split` was built."""
+        """True if `row_split` was built."""
         return "row_split" in self._of_rows.results
 
     @property
     def has_short_rows(self) -> bool:
-        """Whether no row is longer than a slice.
+        """True if no row is longer than a slice.
 
-        If no work list shows it, it is read from the device once. False while a CUDA graph is captured.
+        The answer comes from the work list if one was built. Otherwise the length of the longest row is read
+        from the device, once; while a CUDA graph is captured, nothing can be read, and the result is False.
         """
         is_known = not self._of_rows.results.keys().isdisjoint(("row_split", "has_short_rows"))
         if not is_known and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -159,7 +161,7 @@ class RowFormats:
         return longest <= lengths.slice_length(self.num_edges, self.gpu)
 
     def _row_split(self) -> RowSplit:
-        if not self.has_sorted_slices:  # the structure may be used only once: one launch, not three
+        if not self.has_sorted_slices:  # one launch, not three: the structure may be used only once
             longest = lengths.slice_length(self.num_edges, self.gpu)
             found = inspect_rows(self.rowptr, self.col, None, longest, copy=False)
             self._of_rows.results.setdefault(("inv_degree", torch.float32), found.inv_degree)
@@ -176,7 +178,7 @@ class RowFormats:
 
     @property
     def csr_structure(self) -> Any:
-        """The structure in the form that the compiled kernels take."""
+        """The structure, with the work list `row_split`, in the form that the compiled kernels take."""
         return self.structure_for(valued=True)
 
     @property
@@ -188,8 +190,8 @@ class RowFormats:
         """The structure in the form that a kernel takes.
 
         Args:
-            valued: whether edges have values. If not, kernels do not read `edge_id`, and it is not computed.
-            work_list: that of the CSR kernels, no work list, or `hybrid_rows`.
+            valued: True if edges have values. If False, kernels do not read `edge_id`, so it may be missing.
+            work_list: ``"csr"``: `row_split`; ``"plain"``: no work list; ``"hybrid"``: `hybrid_rows`.
         """
         key: Any = f"{work_list}_structure"
         if not valued and isinstance(self._edge_id, TransposedOrder):
@@ -198,22 +200,23 @@ class RowFormats:
             valued = True
         results = self._built.results
         found = results.get(key)
-        if found is None and work_list == "hybrid":  # reads from the device: not during a capture
+        # `hybrid_rows` reads from the device, so `get` must refuse to build it while a CUDA graph is captured.
+        if found is None and work_list == "hybrid":
             found = self._built.get(key, lambda: self._rows(self.hybrid_rows.row_split(), valued=valued))
-        elif found is None:  # if several threads come at once, each builds one, and all are equal
+        elif found is None:  # without a lock: if several threads get here, each builds an equal structure
             is_split = work_list == "csr" and self.device.type == "cuda"
             split = self.row_split if is_split else None
             found = results[key] = self._rows(split, valued=valued)
-            while is_split and split is not self.row_split:  # another thread has sorted them meanwhile
+            while is_split and split is not self.row_split:  # another thread has sorted the slices
                 split = self.row_split
                 found = results[key] = self._rows(split, valued=valued)
         return found
 
     def sort_slices(self) -> None:
-        """Sorts slices by length, if they are in row order.
+        """Sorts the slices of `row_split` by length, if they are in row order.
 
-        Everything that was built from the slices is rebuilt now, because nothing can be built while a CUDA
-        graph is captured.
+        Structures that were built from the slices are rebuilt at once, because they cannot be built later,
+        while a CUDA graph is captured.
         """
         if self.has_sorted_slices:
             return
@@ -226,7 +229,7 @@ class RowFormats:
         results, built = self._of_rows.results, self._built.results
         unsorted = results.get("row_split")
         if unsorted is not None:
-            # Kept, because CUDA graphs may have been captured with it.
+            # Not freed, because CUDA graphs may have been captured with this work list.
             results["unsorted_row_split"] = unsorted
             results["row_split"] = split = self._sorted_row_split(unsorted)
             for key, valued in (("csr_structure", True), (("csr_structure", "without ids"), False)):
@@ -237,7 +240,7 @@ class RowFormats:
 
     @property
     def first_row_split(self) -> RowSplit:
-        """The work list that was built first, for sums over slices whose order must never change."""
+        """The work list that was built first, before `sort_slices`: its order of summation never changes."""
         return self._of_rows.results.get("unsorted_row_split") or self.row_split
 
     @property

@@ -21,20 +21,21 @@ from fastsparse_core.structure.construction import check_shape, rows_of_pointers
 from fastsparse_core.structure.storage import send_copies
 
 #: Bit lengths of (number of rows, number of segments) of indices on a GPU that were not ascending. The next
-#: index of such a size is sorted without waiting for the check of its order; an ascending one ends this.
+#: index with these bit lengths is sorted without waiting for the check of its order. If it turns out to
+#: ascend, its bit lengths are removed.
 _unsorted: set[tuple[int, int]] = set()
 
 
 class Segments:
-    """Which rows of a matrix belong to which segment.
+    """The rows of a matrix, grouped into segments.
 
     Attributes:
-        rowptr: range of entries of every segment, int64 (num_segments + 1,).
+        rowptr: segment i has the entries ``rowptr[i]`` to ``rowptr[i + 1] - 1``, int64 (num_segments + 1,).
         order: row of the matrix for every entry, int32 or int64 (num_rows,); None: entry i is row i.
         num_segments: number of segments.
         num_rows: number of rows of the matrix; each belongs to one segment.
-        facts: for segments whose facts the host has not read yet: address of the facts on the device. Then
-            `row_split` has its largest possible length. 0 for all other segments.
+        facts: address of the results of the sort (`index_sort`) on the device, while the host has not read
+            them. `row_split` then has its largest possible length. 0 for all other segments.
     """
 
     facts = 0
@@ -42,7 +43,7 @@ class Segments:
     def __init__(
         self, rowptr: Tensor, order: Tensor | None, num_rows: int, row_split: RowSplit | None = None
     ) -> None:
-        """Wraps checked tensors as they are."""
+        """Stores tensors without checking or copying them."""
         self.rowptr = rowptr
         self.order = order
         self.num_rows = num_rows
@@ -60,8 +61,9 @@ class Segments:
         Args:
             index: segment of every row, int32 or int64 (num_rows,).
             num_segments: number of segments.
-            meanwhile: function that may be called with the segments while the device sorts. It may launch
-                only reductions. Their results are invalid if this method raises an error.
+            meanwhile: function that this method may call with the segments while the device still sorts the
+                index. The function may launch only reductions. Their results are invalid if this method
+                raises an error.
 
         Raises:
             ValueError: an index is negative or too large.
@@ -95,11 +97,11 @@ class Segments:
     def _of_unsorted(
         cls, index: Tensor, num_segments: int, meanwhile: Callable[[Segments], None] | None
     ) -> Segments | None:
-        """Sorts an index on a GPU before it is checked; None if some entry is not a segment."""
+        """Sorts an index on a GPU before its values are checked; returns None if a value is out of range."""
         check_content("index", index)
         num_rows = index.numel()
-        # The host waits for the only read from the device after everything that does not need it was
-        # launched.
+        # `sort.wait()` is the only read from the device. Work that does not depend on the read is launched
+        # before it.
         sort = sort_index(index, num_segments, slice_length(num_rows, gpu.profile_of(index.device)))
         if meanwhile is not None:
             unseen = cls(sort.rowptr, sort.order, num_rows, sort.workspace)
@@ -141,7 +143,7 @@ class Segments:
         return {"rowptr": self.rowptr, "order": self.order, "num_rows": self.num_rows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores pickled segments; checks them, because files may be damaged and kernels do not check.
+        """Restores pickled segments, and checks them, because files may be damaged and kernels check nothing.
 
         Raises:
             ValueError: a part is missing, or some row does not belong to exactly one segment.
@@ -178,7 +180,7 @@ class Segments:
 
     @property
     def count(self) -> Tensor:
-        """Number of rows of every segment, or 1 if it is empty, int64 (num_segments,)."""
+        """Number of rows of every segment, at least 1, int64 (num_segments,): the divisor of a mean."""
         return self._built.get("count", lambda: self.rowptr.diff().clamp_(min=1))
 
     @property
@@ -205,7 +207,7 @@ class Segments:
         )
 
     def index(self) -> Tensor:
-        """The segment of every row, int64 (num_rows,), of segments that are consecutive rows."""
+        """The segment of every row, int64 (num_rows,). Only for segments of consecutive rows."""
         assert self.order is None
         return self._built.get("index", self._index)
 

@@ -21,7 +21,7 @@ class Storage(BlockFormats, EdgeValues):
     """The part of :class:`fastsparse_core.Adjacency` that lists, pickles and moves its tensors."""
 
     def _start(self) -> None:
-        """Starts without derived data."""
+        """Sets the attributes of a structure without derived data; `Adjacency` implements it."""
         raise NotImplementedError
 
     def _own_tensors(self) -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ class Storage(BlockFormats, EdgeValues):
         return tensors
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes of this structure and its derived data, by name; shared memory counts once."""
+        """Bytes of this structure and its derived data, by name; memory that tensors share counts once."""
         sizes: dict[str, int] = {}
         seen: set[int] = set()
         for name, tensor in self._tensors(set()):
@@ -47,7 +47,7 @@ class Storage(BlockFormats, EdgeValues):
         return sizes
 
     def _tensors(self, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
-        """All tensors by name, of structures whose handles are not in ``visited`` yet."""
+        """All tensors by name, including those of derived structures; adds the handles to ``visited``."""
         visited.add(self.handle)
         yield from self._own_tensors().items()
         results = self._of_rows.results | self._of_pattern.results | self._built.results
@@ -92,12 +92,15 @@ def move(item: Any, device: torch.device, non_blocking: bool) -> Any:
 
 
 def send_copies(cls: type[Any]) -> None:
-    """Makes a class send copies of its tensors to other processes.
+    """Makes objects of a class send copies of their tensors to other processes.
 
-    PyTorch moves a tensor that it sends to shared memory and frees the tensor's previous memory, whose
-    address compiled kernels may keep. A structure keeps the copies: a process that is still starting opens
-    them by the descriptors of their files, and the next process gets the same copies. Saving to a file copies
-    nothing.
+    When PyTorch sends a CPU tensor, it moves the tensor to shared memory and frees the previous memory. A
+    structure that compiled kernels use may still have the previous address. The object stores the copies: a
+    process that is still starting opens them by their file descriptors, and the next process gets the same
+    copies. Saving to a file copies nothing.
+
+    Args:
+        cls: class whose objects have tensors as attributes, and a `BuiltOnce` named ``_built``.
     """
     ForkingPickler.register(cls, _reduce_with_copies)
 
