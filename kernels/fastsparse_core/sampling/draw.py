@@ -1,4 +1,8 @@
-"""Samples one batch in parts. A part is planned with upper bounds, runs without waiting, and is then read."""
+"""Samples one batch in parts.
+
+For each part, the host plans hops with upper bounds of their sizes, enqueues them without waiting for the
+device, and then reads the actual sizes.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ from fastsparse_core.sampling.relations import ALL, Graph
 from fastsparse_core.sampling.sample import Edges, Sample
 
 #: Largest number of slots (possible edges) of the hops in one part; a single hop may have more. A slot takes
-#: 28 bytes, and up to 36 for its place in the table.
+#: 28 bytes of memory, and up to 36 bytes for its entry in the table of nodes.
 _MOST_SLOTS = 2**23
-#: Key in place of a hop, for the edges between all nodes.
+#: Key, in place of the number of a hop, for the induced edges: all edges between the batch's nodes.
 _INDUCED = -1
 
 
@@ -27,7 +31,7 @@ class Draw:
     Args:
         graph: the graph to sample from.
         layout: options of the sampler.
-        seeds: seeds of every node type, int64.
+        seeds: ids of the seeds, int64 (number of seeds,), one tensor per node type.
         seed: seed of the random numbers.
 
     Example:
@@ -76,7 +80,7 @@ class Draw:
         """Plans as many hops as the limit of slots allows, and enqueues them."""
         part = Part()
         counts = [nodes.ids.numel() for nodes in self._nodes]
-        # In every hop of blocks, all nodes are sampled again, beginning with the first one.
+        # With blocks, every hop samples neighbours of all nodes again, beginning with the first node.
         first = [part.size(0 if self._layout.blocks else nodes.begin) for nodes in self._nodes]
         end = [part.size(count) for count in counts]
         begin_sizes = list(zip(first, end, strict=True))
@@ -104,7 +108,7 @@ class Draw:
         return self._hop == self._graph.num_hops
 
     def _slots_of_hop(self, first: list[Size], end: list[Size]) -> dict[int, int]:
-        """Upper bound of the number of slots of every relation that has slots."""
+        """Upper bounds of the number of slots, by number of the relation, without relations that have none."""
         slots = {}
         for number, relation in enumerate(self._graph.relations):
             rows = end[relation.dst]
@@ -115,14 +119,17 @@ class Draw:
         return slots
 
     def _exact_slots(self, slots: dict[int, int]) -> dict[int, int]:
-        """Tighter bounds at the beginning of a part, where the nodes are known; waits for the device."""
+        """Replaces upper bounds of slots by tighter ones; waits for the device.
+
+        Only for the first hop of a part: the ids of its nodes are already in memory.
+        """
         exact = {}
         for number, most in slots.items():
             relation, nodes = self._graph.relations[number], self._nodes[self._graph.relations[number].dst]
             induced = self._is_induced()
             ids = nodes.ids if induced or self._layout.blocks else nodes.ids[nodes.begin :]
             if induced or relation.fanouts[self._hop] == ALL:
-                # Ids out of range have no row; the kernels raise the error.
+                # Ids out of range have no row. `_finish_part` raises the error, after the kernels found them.
                 valid = ids.clamp(0, max(relation.adjacency.num_dst - 1, 0))
                 rowptr = relation.adjacency.rowptr
                 most = int((rowptr[valid + 1] - rowptr[valid]).sum())
@@ -134,7 +141,11 @@ class Draw:
     def _plan_hop(
         self, part: Part, slots: dict[int, int], first: list[Size], end: list[Size]
     ) -> tuple[list[Size], list[Size]]:
-        """Adds the steps of a hop; returns the range of nodes that the next hop samples from."""
+        """Adds the steps of a hop to a part.
+
+        Returns:
+            The range of nodes that the next hop samples from: first nodes and ends, by node type.
+        """
         last = list(end)
         induced = self._is_induced()
         for number, most_slots in slots.items():
@@ -171,7 +182,7 @@ class Draw:
         return (first if self._layout.blocks else end), last
 
     def _most_nodes(self, node_type: int) -> int:
-        """Upper bound of the nodes of a type in a batch: only seeds may be there more than once."""
+        """Upper bound of the number of nodes of a type in a batch: only seeds may occur more than once."""
         return self._nodes[node_type].counts[0] + self._graph.num_nodes[node_type]
 
     # ---------------------------------------------------------------- completing
@@ -205,7 +216,12 @@ class Draw:
         del self._part
 
     def _emit(self, output: Output, num_edges: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The edges of an output: edge index, sources in 32 bits, and positions in the caller's order."""
+        """The edges of an output.
+
+        Returns:
+            Edge index, int64 (2, num_edges); sources, int32 (num_edges,); positions in the caller's edge
+            order, int64 (num_edges,).
+        """
         if self._graph.device.type == "cpu":
             with torch.inference_mode(False):
                 edge_index = torch.empty(2, num_edges, dtype=torch.int64)
@@ -244,7 +260,7 @@ class Draw:
                     )
 
     def _assemble(self) -> Sample:
-        """The result for the caller."""
+        """Makes the result for the caller from the nodes and edges of all parts."""
         graph = self._graph
         names = graph.node_types
 
@@ -294,9 +310,10 @@ class Draw:
 
 
 def _first(memory: Tensor, count: int) -> Tensor:
-    """The used part of memory that was allocated by an upper bound.
+    """The first ``count`` rows of memory that was allocated for an upper bound.
 
-    It is a copy, except on the CPU if at least half of the memory is used: copies took 8 % of a batch's time.
+    The result is a copy, so that the unused memory is freed. On the CPU, it is a view if at least half of the
+    memory is used, because copies took 8 % of a batch's time.
     """
     first = memory[:count]
     return first if memory.device.type == "cpu" and 2 * count >= memory.numel() else first.clone()

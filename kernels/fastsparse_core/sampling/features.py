@@ -1,4 +1,4 @@
-"""Tables of features, stored in GPU memory if they fit, otherwise on the host; batches read rows of them."""
+"""Tables of features, from which batches read rows. Tables that fit are in GPU memory, others on the host."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ _logger = logging.getLogger("fastsparse_core")
 
 #: Share of the GPU's free memory that a table may take; a larger table stays on the host.
 _SHARE_OF_FREE = 0.5
-#: If host threads gather a table that is not page-locked at this rate (bytes per second) or faster, they are
-#: used. Otherwise a page-locked copy is made, which takes as much memory again. An H200 behind an IOMMU read
-#: 8e9 bytes per second from 16 GiB of page-locked memory; the threads gathered 2e10.
+#: For a table that is not page-locked: if host threads gather at least this number of bytes per second, they
+#: gather the rows. Otherwise the GPU reads a page-locked copy, which takes as much host memory as the table.
+#: An H200 behind an IOMMU read 8e9 bytes per second from 16 GiB of page-locked memory; the threads gathered
+#: 2e10.
 _ENOUGH = 8e9
-#: Bytes of rows per copy, for rows that are kept on the device.
+#: Number of bytes that are copied at a time by `FeatureTable.keep`.
 _BYTES_AT_ONCE = 2**26
 
-#: table -> device -> (stamp of its content, function that returns rows of it)
+#: table -> device -> (stamp of the table's content, function that returns rows of the table)
 _copies: Any = WeakIdKeyDictionary()
-#: table -> device -> ids of the rows that are also kept there
+#: table -> device -> ids of the rows that `FeatureTable.keep` copied to the device, ascending
 _kept: Any = WeakIdKeyDictionary()
 _host_rows: dict[torch.device, HostRows] = {}
-#: Function of (index, aligned) that returns rows.
+#: Function (index, aligned) -> rows, with the arguments of `gather_on_cuda`.
 _Take = Callable[[Tensor, bool], Tensor]
 _lock = ForkSafeLock()
 
@@ -43,12 +44,12 @@ _lock = ForkSafeLock()
 class FeatureTable:
     """A tensor with a row per node or edge, from which batches read rows.
 
-    If batches are on a GPU, a table on the CPU is copied there once, unless it takes more than half of the
-    free memory. Rows of a larger table are gathered by host threads and sent, or read by the GPU from
-    page-locked memory over PCIe; a trial decides which is faster. If the table is not page-locked, the GPU
-    reads a page-locked copy. All tables of one tensor share the copy, which is freed with the tensor. After a
-    write to the tensor through PyTorch, a new copy is made, except in inference mode, where PyTorch does not
-    count writes.
+    If ``device`` is a GPU, a table on the CPU is copied to the GPU once, unless it takes more than half of
+    the GPU's free memory. For a larger table, either host threads gather rows and send them to the GPU, or
+    the GPU reads rows from page-locked memory over PCIe. A trial measures the threads' rate. If the table is
+    not page-locked, the GPU reads a page-locked copy. All FeatureTables of one tensor share the copy, which
+    is freed with the tensor. After a write to the tensor through PyTorch, a new copy is made. Writes to
+    inference tensors are not detected, because PyTorch does not count them.
 
     With ``shared``, the processes of `torchrun` on one machine store the table only once: each GPU stores its
     share of the rows and reads other rows from the other GPUs. Tables that are created later from the same
@@ -59,10 +60,10 @@ class FeatureTable:
     Args:
         table: (N, ...), any dtype.
         device: device of the returned rows.
-        aligned: whether rows of 16-bit numbers that a GPU gathers are padded with zeros to multiples of 16
+        aligned: if True, rows of 16-bit numbers that a GPU gathers are padded with zeros to multiples of 16
             bytes. The result is then a view that is not contiguous, which GraphSAGE's kernels read without a
             copy. Rows that host threads gather are always contiguous.
-        shared: whether the processes of `torch.distributed`, all on one machine, share the memory of the
+        shared: if True, the processes of `torch.distributed`, all on one machine, share the memory of the
             table. The table must be on the CPU; it may be a memory-mapped file.
 
     Raises:
@@ -102,9 +103,10 @@ class FeatureTable:
                 _copies.setdefault(table, {})[device] = _stamp(table), rows.take
 
     def keep(self, rows: Tensor) -> None:
-        """Copies some rows to the device, if the table stays on the host.
+        """Copies some rows to the device, if the table stays on the host or is shared.
 
-        All tables of the tensor share the copy. It takes 4 more bytes per row of the table.
+        All FeatureTables of the tensor use the copied rows. In addition to these rows, the device stores 4
+        bytes per row of the whole table.
 
         Args:
             rows: int64 (num_rows,), distinct.
@@ -120,7 +122,7 @@ class FeatureTable:
             _copies.pop(self._table, None)
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        """The rows ``index``, int64 on the device."""
+        """The rows (M, ...) with the numbers ``index``, int64 (M,), on the device."""
         table = self._table
         if table.device != self._device or (
             self._device.type == "cpu" and self._device in _copies.get(table, ())
@@ -134,15 +136,18 @@ class FeatureTable:
 def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False, **divided: Any) -> Tensor:
     """Gathers rows of a contiguous table, which is on the GPU of ``index`` or in page-locked host memory.
 
-    For 510,000 rows of 100 floats on an H200, it takes a third of the time of ``index_select``, which saved a
-    tenth of a captured step on sampled neighbours.
+    For 510,000 rows of 100 float32 numbers on an H200, this function takes a third of the time of
+    ``index_select``, which saved a tenth of a captured step on sampled neighbours.
 
     Args:
-        table: (N, ...).
-        index: int64.
+        table: (N, ...), any dtype.
+        index: int64 (M,), on a GPU.
         aligned: as in `FeatureTable`.
         **divided: the other parts, if ``table`` is one part of a table that is divided over several GPUs;
             see ``GatherRowsArgs``.
+
+    Returns:
+        The rows, (M, ...).
     """
     num_rows, width = index.numel(), table.shape[1:].numel()
     missing = -width % 8 if aligned and table.dim() == 2 and table.itemsize == 2 else 0
@@ -165,7 +170,7 @@ def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False, **divide
 
 
 def _placed(table: Tensor, device: torch.device) -> _Take:
-    """The function that returns rows of a table on the CPU to a device, from the cache if possible."""
+    """The cached function that gathers rows of a table on the CPU for a device; makes it if necessary."""
     stamp = _stamp(table)
     with _lock:
         by_device = _copies.setdefault(table, {})
@@ -184,12 +189,12 @@ def _placed(table: Tensor, device: torch.device) -> _Take:
 
 
 def _stamp(table: Tensor) -> tuple[Any, ...]:
-    """Properties of a table that change when it is edited."""
+    """Properties of a table that change if the table is written to through PyTorch or gets other memory."""
     return version_of(table), table.data_ptr(), table.shape, table.dtype
 
 
 def _shared(entry: tuple[Any, _Take] | None) -> _SharedRows | None:
-    """The shared rows of an entry of `_copies`; None if it has none."""
+    """The shared rows of an entry of `_copies`; None if the table is not shared."""
     owner = None if entry is None else getattr(entry[1], "__self__", None)
     return owner if isinstance(owner, _SharedRows) else None
 
@@ -224,7 +229,7 @@ def _place(table: Tensor, device: torch.device, kept: Tensor | None) -> _Take:
 
 
 class _KeptRows:
-    """Rows of a table in host memory, with copies of some on a device."""
+    """Rows of a table in host memory, with copies of some rows on a device."""
 
     def __init__(self, table: Tensor, kept: Tensor, by_host: HostRows) -> None:
         self._table, self._by_host = table, by_host
@@ -234,7 +239,7 @@ class _KeptRows:
             rows.copy_(by_host.take(table, part, defers=False))
         self._place = torch.full((table.size(0),), -1, dtype=torch.int32, device=kept.device)
         self._place[kept] = torch.arange(kept.numel(), dtype=torch.int32, device=kept.device)
-        torch.cuda.current_stream(kept.device).synchronize()  # because other streams will read the rows
+        torch.cuda.current_stream(kept.device).synchronize()  # other streams will read the rows
 
     def take(self, index: Tensor, _: bool) -> Tensor:
         place = self._place[index].long()
@@ -283,7 +288,7 @@ class _SharedRows:
             place = torch.full((self._num_rows,), -1, dtype=torch.int32, device=self._device)
             place[rows] = torch.arange(rows.numel(), dtype=torch.int32, device=self._device)
             kept = self.take(rows, False)
-            torch.cuda.current_stream(self._device).synchronize()  # other streams will read them
+            torch.cuda.current_stream(self._device).synchronize()  # other streams will read the rows
         self._divided = {**self._divided, "kept": kept if rows.numel() else None, "place": place}
 
 

@@ -1,9 +1,9 @@
 """Gathers rows of a table in host memory with host threads, and sends them to a GPU piece by piece.
 
 A GPU that reads random rows of a large table over PCIe waits for address translations. In a virtual machine
-with an H200 and rows of 256 bytes, the GPU read 51 GB/s from a table of 512 MB, but only 7 GB/s from 27 GB.
-From the latter, 15 host threads gathered and sent 24 GB/s, or 32 GB/s in ascending order of rows. Plain
-copies over PCIe reach 54 GB/s.
+with an H200 and rows of 256 bytes, the GPU read 51 GB/s from a table of 512 MB, but only 7 GB/s from a table
+of 27 GB. From the larger table, 15 host threads gathered and sent 24 GB/s, or 32 GB/s in ascending order of
+rows. Plain copies over PCIe reach 54 GB/s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index
 
-#: Number of bytes that are sent at a time: the fastest size between 256 KiB and 4 MiB, by up to a quarter.
+#: Number of bytes that are sent at a time. Of the sizes from 256 KiB to 4 MiB, 1 MiB was the fastest, by up
+#: to a quarter.
 _PIECE = 2**20
 _MOST_THREADS = 32
 #: Largest number of rows, and of bytes, that are gathered in a trial.
@@ -33,14 +34,18 @@ _local = threading.local()
 
 
 def threads_of_host() -> int:
-    """Number of gathering threads: one per core, except one core; divided among the launcher's processes."""
+    """Number of threads that gather rows in this process, 1 to 32.
+
+    All processes that a launcher such as torchrun started on the machine divide the cores equally. Each
+    leaves one core to its main thread.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(max(cores // max(processes, 1) - 1, 1), _MOST_THREADS)
 
 
 class Gather:
-    """A gather in progress.
+    """Rows that are being gathered and sent to a GPU.
 
     Args:
         sending: future that is done when all pieces are enqueued.
@@ -59,7 +64,10 @@ class Gather:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[list[Gather]]:
-    """Context in which gathers of this thread do not wait. Call ``wait`` on each item of the yielded list."""
+    """Context in which `HostRows` returns to this thread before the rows have arrived.
+
+    The context yields a list of the gathers that were started. Call ``wait`` on each before using its rows.
+    """
     before, gathers = getattr(_local, "gathers", None), list[Gather]()
     _local.gathers = gathers
     try:
@@ -90,8 +98,11 @@ class HostRows:
 
         Args:
             table: (N, ...).
-            index: int64, on the device.
-            defers: whether to return without waiting within `deferred`.
+            index: int64 (M,), on the device.
+            defers: if True, returns inside of `deferred` before the rows have arrived.
+
+        Returns:
+            The rows, (M, ...).
         """
         out = torch.empty(index.numel(), *table.shape[1:], dtype=table.dtype, device=self._device)
         if out.numel():
@@ -107,10 +118,10 @@ class HostRows:
             table: (N, ...).
             index: int64 (M,), on the device.
             out: (M, ...), on the device.
-            lacks: which rows are missing, bool (M,); None: all.
-            defers: whether to return without waiting within `deferred`.
+            lacks: True for each missing row, bool (M,); None: all rows are missing.
+            defers: if True, returns inside of `deferred` before the rows have arrived.
         """
-        # Missing rows first, in ascending order, because the host gathers them faster in this order.
+        # The missing rows come first, in ascending order, because the host gathers them faster in this order.
         order = index if lacks is None else index.masked_fill(lacks.logical_not(), _LAST)
         order, places = order.sort()
         numbers = torch.empty(index.numel() + 1, dtype=torch.int64, pin_memory=True)
@@ -141,7 +152,7 @@ class HostRows:
     ) -> None:
         """Gathers and sends the rows, in the worker thread."""
         known.synchronize()
-        self._stream.wait_event(known)  # before that, earlier work may still use the memory of the result
+        self._stream.wait_event(known)  # earlier work of the caller may still use the memory of `out`
         count = int(numbers[-1])
         # In inference mode, both ordinary and inference tensors may be written to.
         with torch.cuda.stream(self._stream), torch.inference_mode():
@@ -171,7 +182,7 @@ class HostRows:
         self._staging.append((staging, empty))
 
     def _workspace(self, size: int) -> Tensor:
-        """Page-locked memory that is no longer being sent."""
+        """Page-locked memory of at least ``size`` bytes that no copy to the GPU reads any more."""
         if len(self._staging) == 2:
             memory, empty = self._staging.pop(0)
             empty.synchronize()
@@ -180,14 +191,14 @@ class HostRows:
         return torch.empty(size + size // 8, dtype=torch.uint8, pin_memory=True)
 
     def rate(self, table: Tensor) -> float:
-        """Measures at how many bytes per second random rows are gathered and sent."""
+        """Measures the rate at which random rows of a table are gathered and sent, in bytes per second."""
         return measured_rate(lambda index: self.take(table, index, defers=False), table, self._device)
 
 
 def measured_rate(take: Callable[[Tensor], Tensor], table: Tensor, device: torch.device) -> float:
-    """Measures the rate for random rows of a table, in bytes per second.
+    """Measures the rate at which a function gathers random rows of a table, in bytes per second.
 
-    It takes the fastest of several trials, because the first ones allocate memory.
+    The result is the rate of the fastest of 5 trials, because the first ones allocate memory.
 
     Args:
         take: function that gathers rows.

@@ -23,16 +23,17 @@ def negative_edges(
     The pairs are numbered row by row, :math:`p = i n + j` with :math:`n` sources. If the edges are
     :math:`e_0 < e_1 < \dots`, the :math:`k`-th pair without an edge is
     :math:`k + |\{m : e_m - m \le k\}|`, which one binary search finds. So every draw is exact, no sample is
-    rejected, and the host does not wait for the device: the call can be part of a captured step. The sorted
-    numbers (8 bytes per edge) are built in the first call and cached with the structure.
+    rejected, and the host does not wait for the device: the call can be part of a captured step. The first
+    call for a structure waits for the device: it computes the sorted numbers (8 bytes per edge) and caches
+    them with the structure.
 
     Args:
         adj: the edges to avoid.
         count: number of pairs; not together with `dst`.
         dst: destinations, int64 (count,). Each gets one pair, for example one for each positive pair of a
             BPR loss. On a GPU, the range of the destinations is not checked.
-        self_loops: whether pairs (i, i) may be drawn. By default only if ``adj.num_dst != adj.num_src``: then
-            sources and destinations are different nodes.
+        self_loops: if True, pairs (i, i) may be drawn. None: only if ``adj.num_dst != adj.num_src``, because
+            sources and destinations are then different nodes.
         generator: generator of random numbers, on the structure's device.
 
     Returns:
@@ -89,7 +90,7 @@ class _Pairs(NamedTuple):
         before: for every row, the number of free pairs before it, int64 (num_dst,).
         free: for every row, its number of free pairs, float64 (num_dst,).
         total: number of free pairs.
-        some_row_is_full: whether some row has no free pair.
+        some_row_is_full: True if some row has no free pair.
     """
 
     skipped: Tensor
@@ -99,7 +100,10 @@ class _Pairs(NamedTuple):
     some_row_is_full: bool
 
     def of_rows(self, dst: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Draws one free pair of each of these rows; returns its number among the free pairs."""
+        """Draws one free pair of each row in ``dst``, int64 (M,); returns the pairs' numbers, int64 (M,).
+
+        The numbers count the free pairs only.
+        """
         if self.some_row_is_full:
             raise ValueError(
                 "dst: expected destinations with a pair to draw, but some node of adj has an edge from every "

@@ -22,28 +22,30 @@ class NeighborSampler:
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
     section 3.1. The neighbours of a destination are the sources in its row of the structure. A node's
-    neighbours are sampled once, in the hop after the one that added the node. Without replacement, all sets
-    of neighbours are equally likely. With weights, neighbours are sampled one after the other. Each one is
-    chosen from the remaining neighbours in proportion to the weights. The same random seed gives the same
-    batch on the CPU and on GPUs. With weights, batches may differ, because logarithms are rounded
-    differently.
+    neighbours are sampled once, in the hop after the one that added the node. Without replacement and
+    weights, all sets of neighbours are equally likely. With weights but without replacement, neighbours are
+    sampled one after the other: each is chosen from the remaining neighbours in proportion to the weights.
+    The same random seed gives the same batch on the CPU and on GPUs. The exception is sampling with weights,
+    where batches may differ, because logarithms are rounded differently.
 
-    On a GPU, the host waits for the device once per batch, at the end, to read its sizes. Batches with more
-    than 2^23 possible edges, and batches of all neighbours of many nodes, are sampled in parts; the host
-    waits once or twice for each part.
+    On a GPU, the host waits for the device once per batch, at the end, to read the sizes of the batch.
+    Batches with more than 2^23 possible edges, and batches of all neighbours of many nodes, are sampled in
+    parts; the host waits once or twice for each part.
 
     Args:
         graph: a square :class:`Adjacency` whose rows are destinations; or a dict of such structures by edge
             type ``(source, name, destination)``.
         fanouts: number of neighbours per hop, starting at the seeds; -1: all. Or a dict of such lists by edge
             type; edge types that are not in the dict are not sampled.
-        replace: whether to draw with replacement.
-        weight: one number per edge in the caller's order, a tensor or a dict by edge type. Neighbours are
-            drawn in proportion to it, and never with weight 0.
-        disjoint: whether every seed gets its own subgraph, which shares no nodes with the others.
-        induced: whether to return all edges between the batch's nodes, not only the sampled ones.
-        blocks: whether to return a block per hop. In each hop, neighbours of all nodes of earlier hops are
-            sampled again.
+        replace: if True, draws with replacement.
+        weight: one real number per edge in the caller's order, (num_edges,), finite and not negative; a
+            tensor, or a dict from edge types to tensors. Neighbours are drawn in proportion to the weights,
+            and never if their weight is 0.
+        disjoint: if True, every seed gets its own subgraph, which shares no nodes with the subgraphs of other
+            seeds.
+        induced: if True, returns all edges between the batch's nodes, not only the sampled edges.
+        blocks: if True, returns a block per hop. In each hop, neighbours of all nodes of earlier hops are
+            sampled again. Not together with ``disjoint`` or ``induced``.
         num_nodes: number of nodes by node type; needed for types without edges.
 
     Raises:
@@ -84,11 +86,12 @@ class NeighborSampler:
         return self.graph.device
 
     def sample(self, seeds: Tensor | Mapping[str, Tensor], *, seed: int | None = None) -> Sample:
-        """Draws a batch.
+        """Samples a batch.
 
         Args:
             seeds: node ids, int32 or int64 (num_seeds,); for a graph with types, a dict by node type. An id
-                that occurs twice becomes two nodes of the batch. Seeds on another device are moved.
+                that occurs twice becomes two nodes of the batch. Seeds on another device are copied to the
+                device of the graph.
             seed: seed of the random numbers; None: taken from PyTorch's CPU generator, so
                 ``torch.manual_seed`` makes batches repeatable.
 

@@ -13,7 +13,7 @@ from fastsparse_core import _C
 from fastsparse_core.device import place_of
 from fastsparse_core.sampling.relations import ALL, Graph, Relation
 
-#: Slots and nodes are numbered in 31 bits.
+#: The numbers of slots and nodes are below this limit, because they are stored in 31 bits.
 LIMIT = 2**31
 #: Smallest number of table places per node; the table's size is rounded up to a power of two.
 _ROOM = 1.5
@@ -21,7 +21,7 @@ _MOST_TILES = 1024
 
 
 class Layout(NamedTuple):
-    """Options of `NeighborSampler`."""
+    """Options of `NeighborSampler`, which describes them."""
 
     replace: bool
     disjoint: bool
@@ -30,17 +30,30 @@ class Layout(NamedTuple):
 
 
 class Size(NamedTuple):
-    """A number that only the device knows: its position among the sizes, and an upper bound."""
+    """A number of nodes or edges that the device computes.
+
+    Attributes:
+        place: position of the number in `Part.values`.
+        most: upper bound, which the host computes.
+    """
 
     place: int
     most: int
 
 
 class Output:
-    """Sampled edges of several steps, concatenated."""
+    """Sampled edges of several steps, concatenated.
+
+    Attributes:
+        end: number of edges after the steps that were added so far.
+        most: upper bound of the number of edges.
+        place: position of every edge's source in the table of nodes, int32 (most,).
+        row: number of every edge's destination in the batch, int32 (most,).
+        edge_id: position of every edge in the caller's order, int64 (most,).
+    """
 
     def __init__(self, zero: Size) -> None:
-        self.end = zero  # number of edges so far
+        self.end = zero
         self.most = 0
         self.place = self.row = self.edge_id = torch.empty(0)
 
@@ -54,7 +67,16 @@ class Output:
 
 
 class Known(NamedTuple):
-    """Ranges of rows, source nodes and edges of a step, which only the device knows."""
+    """Ranges of a step, which the device computes.
+
+    Attributes:
+        first: first node, of the destinations' type, whose neighbours are sampled.
+        end: one past the last such node.
+        nodes_before: number of nodes of the sources' type before the step.
+        nodes_after: number of nodes of the sources' type after the step.
+        edges_before: number of edges in the output before the step.
+        edges_after: number of edges in the output after the step.
+    """
 
     first: Size
     end: Size
@@ -87,14 +109,14 @@ class Part:
         self.outputs: dict[tuple[int, int], Output] = {}  # by (number of the relation, hop of the block or 0)
         self.ends: list[list[Size]] = []  # after every hop, the number of nodes of every type
         self.slots = 0
-        # Set by `enqueue`:
+        # `enqueue` sets the following attributes.
         self.lists: list[tuple[Tensor, Tensor | None]] = []  # ids, and seeds of disjoint sampling, by type
         self.table = self.values = self.read = torch.empty(0)
         self.node_table: Any = None
         self.event: torch.cuda.Event | None = None
 
     def size(self, most: int) -> Size:
-        """Adds a number that the device will compute."""
+        """Reserves memory for a number that the device will compute; ``most`` is its upper bound."""
         self.sizes += 1
         return Size(self.sizes - 1, most)
 
@@ -103,8 +125,9 @@ class Nodes:
     """The batch's nodes of one type so far.
 
     Attributes:
-        ids: ids in the graph.
-        seed_of: for disjoint sampling, the seed of every node's subgraph; otherwise None.
+        ids: ids of the nodes in the graph, int64 (number of nodes,).
+        seed_of: for disjoint sampling, the number of the seed of every node's subgraph, int32 (number of
+            nodes,); otherwise None.
         begin: position of the first node that the last hop added.
         counts: number of nodes that every hop added, starting with the seeds.
     """
@@ -128,7 +151,7 @@ def enqueue(
     """Allocates memory for a part by its upper bounds and enqueues its sampling; does not wait for a GPU.
 
     Args:
-        part: the planned part, whose remaining attributes are set.
+        part: the planned part; this function sets its remaining attributes.
         graph: the graph to sample from.
         layout: options of the sampler.
         nodes: the batch's nodes so far, by type.
@@ -211,7 +234,7 @@ def enqueue(
 
 
 def _buffer(nodes: Nodes, most: int) -> tuple[Tensor, Tensor | None]:
-    """Memory for the nodes of a type after a part, which begins with the present nodes."""
+    """Allocates memory for ``most`` nodes of a type, and copies the present nodes to its beginning."""
     count = nodes.ids.numel()
     ids = nodes.ids.new_empty(most)
     ids[:count] = nodes.ids
@@ -242,7 +265,11 @@ def _make_table(part: Part, layout: Layout, graph: Graph, most_nodes: int) -> No
 
 
 def _scratch(part: Part, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scratch memory that all steps on a GPU use in turns: first slots of rows, slots, counts of tiles."""
+    """Allocates scratch memory, which the steps on a GPU use one after the other.
+
+    Returns:
+        The first slot of every row; the place and the edge of every slot; and counts of tiles.
+    """
     steps = part.steps if device.type == "cuda" else []
     most_rows = max((step.known.end.most + 1 for step in steps if step.fanout == ALL), default=0)
     most_slots = max((step.most_slots for step in steps), default=0)

@@ -23,10 +23,11 @@ def prefetched(
     *,
     reads_rows: bool = True,
 ) -> Iterator[_Batch]:
-    """Yields a batch per item. On a GPU, two batches are prepared ahead on a separate stream.
+    """Yields a batch per item. On a GPU, the next two batches are prepared on a separate stream.
 
-    While the caller uses one batch, the device gathers the features of the next and samples the one after it.
-    Sampling starts one batch before the host reads the sizes, so the host does not wait for it.
+    While the caller uses one batch, the device gathers the features of the next batch, and samples the batch
+    after the next. Sampling starts one batch before the host reads the sizes, so the host seldom waits for
+    the sampling.
 
     The memory of a batch is reused as soon as the caller drops the batch: preparation waits for the work that
     the caller has queued on its current stream. For batches that are used on other streams, call
@@ -36,9 +37,10 @@ def prefetched(
         items: the inputs of the batches, such as indices of seeds.
         start: function that starts to sample a batch; it must not wait for the device.
         finish: function that completes a batch.
-        stream: stream on which both run; None: the caller's stream, one batch at a time.
-        reads_rows: whether ``finish`` reads the rows of a `FeatureTable`. If it only passes them on, host
-            threads may gather them during the step.
+        stream: stream on which ``start`` and ``finish`` run; None: both run on the caller's stream, and no
+            batch is prepared ahead.
+        reads_rows: True if ``finish`` reads the rows that it gets from a `FeatureTable`. If False, ``finish``
+            only passes the rows on, so host threads may gather them during the caller's step.
 
     Returns:
         An iterator over the batches, in the order of ``items``.
@@ -90,7 +92,7 @@ def prefetched(
 
 
 def _some(remaining: Iterator[_Item]) -> list[_Item]:
-    """The next item, if there is one."""
+    """The next item in a list, or an empty list if no item remains."""
     for item in remaining:
         return [item]
     return []

@@ -30,13 +30,13 @@ class Relation:
 
     Attributes:
         name: name of the edge type.
-        adjacency: its edges; rows are destinations.
+        adjacency: the edges of this type; rows are destinations.
         src: number of the sources' node type.
         dst: number of the destinations' node type.
         fanouts: number of neighbours per hop, -1 for all.
-        weight: weights in the order of the entries, float32 (num_edges,); None: all equal.
-        weight_sum: for sampling with replacement, exclusive prefix sums of the weights, each divided by the
-            largest weight of its row, float64 (num_edges + 1,).
+        weight: weights in the order of the entries, float32 (num_edges,); None: all weights are equal.
+        weight_sum: for sampling with replacement by weight, prefix sums of the weights, starting with 0. Each
+            weight is first divided by the largest weight of its row. float64 (num_edges + 1,), or None.
         most_entries: largest number of entries in a row.
     """
 
@@ -57,14 +57,14 @@ class Relation:
 
 @dataclass(frozen=True)
 class Graph:
-    """All edge types.
+    """A graph as the sampler uses it.
 
     Attributes:
         relations: edge types, in the order of sampling.
         node_types: names of the node types, by number.
         num_nodes: number of nodes of every type.
-        is_hetero: whether the caller's graph has types.
-        num_hops: number of hops.
+        is_hetero: True if the caller passed a dict of edge types.
+        num_hops: number of hops per batch.
         device: device of the graph.
     """
 
@@ -84,7 +84,12 @@ def make_graph(
     *,
     replace: bool,
 ) -> Graph:
-    """Checks the arguments of `NeighborSampler` and converts them to a Graph."""
+    """Checks the arguments of `NeighborSampler` and converts them to a Graph.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: fan-outs, weights or sizes do not fit the graph.
+    """
     is_hetero = not isinstance(graph, Adjacency)
     edge_types = _by_type("graph", graph, Adjacency)
     if not is_hetero and num_nodes is not None:
@@ -136,8 +141,8 @@ def make_graph(
 def in_huge_pages(*tensors: Tensor | None) -> None:
     """Moves tensors that the CPU reads at random into huge pages; their addresses do not change.
 
-    For columns of 500 MB this takes one thread 0.9 s, once. Batches of a million edges then take 20 % less
-    time.
+    For columns of 500 MB, moving takes one thread 0.9 s. Afterwards, batches of a million edges take 20 %
+    less time.
     """
     for tensor in tensors:
         if tensor is not None and tensor.device.type == "cpu":
@@ -166,12 +171,12 @@ def checked_fanouts(
     edge_types: list[EdgeType],
     argument: str = "fanouts",
 ) -> dict[EdgeType, tuple[int, ...]]:
-    """Checks fan-outs; returns those of every edge type, which are 0 for types that a dict does not have.
+    """Checks fan-outs, and returns the fan-outs per hop of every edge type; 0 for types that a dict omits.
 
     Args:
         fanouts: number of neighbours per hop, or a dict of such lists by edge type.
         edge_types: edge types of the graph.
-        argument: name of the caller's argument.
+        argument: name of the caller's argument, for error messages.
 
     Raises:
         TypeError: the fan-outs are not a list or a dict of lists.
@@ -213,7 +218,7 @@ def checked_fanouts(
 
 
 def _entry_weight(weight: Tensor, adjacency: Adjacency) -> Tensor:
-    """Checks weights and returns them in the order of the entries."""
+    """Checks weights (num_values,), and returns them in the order of the entries, float32 (num_edges,)."""
     if weight.dim() != 1 or weight.numel() != adjacency.num_values:
         raise ValueError(
             f"weight: expected one number per edge, shape ({adjacency.num_values},), "
@@ -228,9 +233,10 @@ def _entry_weight(weight: Tensor, adjacency: Adjacency) -> Tensor:
 
 
 def _weight_sum(weight: Tensor, adjacency: Adjacency) -> Tensor:
-    """Prefix sums of the weights, computed on the CPU so that all devices sample the same batches.
+    """Prefix sums of the weights, float64 (num_edges + 1,).
 
-    Each weight is divided by the largest of its row, so rows of tiny weights are as precise as others.
+    They are computed on the CPU, so that all devices sample the same batches. Each weight is first divided by
+    the largest weight of its row, so that rows of tiny weights are sampled as precisely as others.
     """
     row, weight = adjacency.row().long().cpu(), weight.double().cpu()
     greatest = torch.zeros(adjacency.num_dst, dtype=torch.float64).scatter_reduce_(0, row, weight, "amax")

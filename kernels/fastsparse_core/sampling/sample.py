@@ -20,8 +20,8 @@ class Edges:
     """Sampled edges of one type, sorted by destination. Nodes are numbered as in the batch.
 
     Attributes:
-        edge_index: int64 (2, num_edges), sources and destinations.
-        col: int32 (num_edges,), the sources.
+        edge_index: int64 (2, num_edges), sources, then destinations.
+        col: int32 (num_edges,), the sources again, as `Adjacency` stores them.
         edge_id: int64 (num_edges,), positions of the edges in the caller's edge order.
         counts: number of edges of every hop, in the order of the edges.
         shape: (num_dst, num_src), the numbers of possible destinations and sources.
@@ -47,22 +47,22 @@ class Edges:
 
     @property
     def is_sorted(self) -> bool:
-        """True: destinations ascend."""
+        """Always True: the edges are sorted by destination."""
         return True
 
     @property
     def has_structure(self) -> bool:
-        """Whether `adjacency` can be built."""
+        """Always True: `adjacency` can be built."""
         return True
 
     @property
     def has_loops(self) -> bool | None:
-        """Whether some edge is a loop; None: not checked yet."""
+        """Always None: sampling does not check whether some edge is a loop."""
         return None
 
     @functools.cached_property
     def adjacency(self) -> Adjacency:
-        """The edges as a structure; building it neither waits for the device nor checks the edges."""
+        """The edges as a structure. Building it neither waits for the device nor checks the edges."""
         device, (num_dst, _) = self.col.device, self.shape
         with torch.inference_mode(False):
             rowptr = torch.empty(num_dst + 1, dtype=torch.int64, device=device)
@@ -113,15 +113,16 @@ class Sample:
     For a graph with several types, the fields are dicts by node type or by edge type.
 
     Attributes:
-        nodes: int64, ids of the batch's nodes in the graph: first the seeds in the given order, then the new
-            nodes of every hop, each once.
-        seed_of: int32, with ``disjoint``: number of the seed whose subgraph a node belongs to; otherwise
-            None.
-        num_nodes: number of nodes of every hop; the first is the number of seeds.
+        nodes: ids of the batch's nodes in the graph, int64 (number of nodes,): first the seeds in the
+            caller's order, then the new nodes of every hop. With ``disjoint``, an id occurs once per subgraph
+            that contains the node; otherwise only ids of seeds may occur twice.
+        seed_of: with ``disjoint``, number of the seed whose subgraph a node belongs to, int32 (number of
+            nodes,); otherwise None.
+        num_nodes: list of the number of seeds, then the number of new nodes of every hop.
         edges: :class:`Edges` between these nodes; None with ``blocks``.
-        blocks: with ``blocks``: :class:`Edges` of every hop, starting at the seeds; otherwise None. The
-            destinations of a block are the nodes of all earlier hops (at first, the seeds). Its sources are
-            these nodes and those that the hop added.
+        blocks: with ``blocks``, a list of :class:`Edges`, one per hop, starting at the seeds; otherwise None.
+            The destinations of a block are the nodes of all earlier hops (in the first block, the seeds). Its
+            sources are the destinations, then the nodes that the hop added.
 
     Example:
         >>> import torch

@@ -15,7 +15,7 @@ from torch import Tensor
 
 #: Number of bytes that are copied to a GPU at a time.
 _BYTES_AT_ONCE = 2**26
-#: Folder whose files are in memory.
+#: Folder on Linux whose files are stored in memory.
 _MEMORY_FILES = Path("/dev/shm")
 
 
@@ -26,7 +26,8 @@ def check_processes(table: Tensor) -> None:
         table: the table to share.
 
     Raises:
-        ValueError: there are no processes, they are on several machines, or they have different tables.
+        ValueError: torch.distributed is not initialized, the processes are on several machines, or their
+            tables differ in shape or dtype.
     """
     if not dist.is_initialized():
         raise ValueError(
@@ -50,15 +51,17 @@ def check_processes(table: Tensor) -> None:
 
 
 def divided_rows(table: Tensor, device: torch.device) -> tuple[Tensor, list[Any]]:
-    """Divides a table over the GPUs of P processes: row i is row i // P of process i % P. Collective.
+    """Divides a table over the GPUs of P processes. Collective.
+
+    Row i of the table becomes row i // P of process i % P.
 
     Args:
         table: (N, ...) on the CPU.
         device: this process's GPU.
 
     Returns:
-        The rows of this process, and the memory of every process, by rank. Keep the latter as long as it is
-        read.
+        The rows of this process, and the memory of every process, by rank. Keep the list of memory alive as
+        long as kernels read from it.
 
     Raises:
         ValueError: the GPU cannot read the memory of another process's GPU.
@@ -86,17 +89,20 @@ def divided_rows(table: Tensor, device: torch.device) -> tuple[Tensor, list[Any]
             )
         if other == rank or shared is None:
             storages.append(own)
-        else:  # opened on this process's GPU, so that it can read the other GPU's memory
+        else:  # opened for this process's GPU, so that this GPU can read the other GPU's memory
             storages.append(torch.UntypedStorage._new_shared_cuda(device.index, *shared[1:]))
-    dist.barrier()  # no process may end until all have opened it
+    dist.barrier()  # no process may end before all processes have opened its memory
     return part, storages
 
 
 def mapped_table(table: Tensor) -> Tensor:
-    """Makes one copy of a table, which all processes map. Collective.
+    """Copies a table to one file that all processes map into memory. Collective.
 
     Args:
         table: (N, ...) on the CPU.
+
+    Returns:
+        The mapped copy; ``table`` if it is empty.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     path = ""

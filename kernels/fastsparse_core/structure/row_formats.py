@@ -200,7 +200,7 @@ class RowFormats:
             valued = True
         results = self._built.results
         found = results.get(key)
-        # `hybrid_rows` reads from the device, so `get` must refuse to build it while a CUDA graph is captured.
+        # `hybrid_rows` reads from the device, so `get` raises an error while a CUDA graph is captured.
         if found is None and work_list == "hybrid":
             found = self._built.get(key, lambda: self._rows(self.hybrid_rows.row_split(), valued=valued))
         elif found is None:  # without a lock: if several threads get here, each builds an equal structure
