@@ -1,4 +1,4 @@
-"""Full-graph training on several GPUs: every process has a part of the graph's rows."""
+"""Full-graph training in several processes, one per GPU: every process has a part of the graph's rows."""
 
 from fastsparse_core.distributed.exchange import exchange_group
 from fastsparse_core.distributed.gradients import all_reduce_gradients

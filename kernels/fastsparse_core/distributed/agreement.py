@@ -1,4 +1,4 @@
-"""Checks that all ranks pass the same options; otherwise they would wait for each other forever."""
+"""Checks that all ranks pass the same options: otherwise, they could wait for each other forever."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ def check_agreement(
     """Raises an error on every rank unless all ranks pass options with the same ``repr``. Collective.
 
     Args:
-        options: name -> value.
+        options: name of every option -> value that this rank passed.
         device: device of the messages that the group sends.
-        rank: of this process in the group.
+        rank: rank of this process in the group.
         group: the processes; None: all.
 
     Raises:
-        ValueError: a rank passed another value. All ranks raise it, so that none waits for the others.
+        ValueError: a rank passed another value than rank 0. All ranks raise the error, so that no rank waits
+            for another.
     """
     mine = [zlib.crc32(repr(value).encode()) for value in options.values()]
     own = torch.tensor(mine, device=device)

@@ -1,4 +1,4 @@
-"""Sends the features of nodes to the ranks that have neighbours of these nodes, and gradients back."""
+"""Sends features of nodes to the ranks that own neighbours of these nodes, and sends gradients back."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from torch import Tensor
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: If at least this share of all rows is needed, all rows are sent. That is at most a quarter more bytes, and
-#: saves the copies.
+#: If the ranks need at least this share of the other ranks' rows, all rows are sent. This sends at most a
+#: quarter more bytes, and saves copies of the needed rows.
 SEND_ALL = 0.8
-#: Bytes of the features of all sources that a `ColumnExchange` has in one piece; there are two at a time.
+#: Largest number of bytes of one piece of a `ColumnExchange`: some columns of the features of all sources.
+#: Two pieces are in memory at a time.
 PIECE_BYTES = 2**33
 
 
 def exchange_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
     """Creates a process group with high priority for a PartitionedAdjacency on GPUs. Collective.
 
-    On CUDA, the exchange and the local product start at the same time. On a stream with high priority, the
-    few thread blocks of the exchange get the first free multiprocessors. With equal priority, the many blocks
-    of the product are scheduled first, and little of the exchange overlaps.
+    On CUDA, the exchange and the product with the rank's own nodes start at the same time. On a stream with
+    high priority, the few thread blocks of the exchange get the first free multiprocessors. With equal
+    priority, the many blocks of the product are scheduled first, so the exchange hardly overlaps with it.
 
     Args:
         ranks: the processes; None: all.
 
     Returns:
-        A process group with a stream of high priority.
+        A process group; with NCCL, its stream has high priority.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -72,21 +73,23 @@ class Transfer:
 
 
 class HaloExchange:
-    """Which rows each rank sends to which other rank.
+    """Sends rows between ranks; stores the rows that this rank sends to each other rank.
 
     The halo of a rank is a list of nodes of other ranks, ordered by position: first nodes of rank 0, then of
-    rank 1, and so on. It contains the neighbours of the rank's rows. If most nodes are neighbours, the halo
-    contains all nodes of the other ranks. Then rows need not be copied for every rank, and gradients return
-    in whole blocks.
+    rank 1, and so on. The halo contains the neighbours of the rank's rows. If most nodes are neighbours, the
+    halo contains all nodes of the other ranks: then a rank sends all its rows without copying them, and the
+    gradients of its rows return as one block per rank.
 
     Attributes:
         group: the processes; None: all.
-        rank: of this process in the group.
+        rank: rank of this process in the group.
         sizes: number of nodes of every rank.
-        sends_all: whether every rank gets all rows of the others.
-        send_index: int64, local rows to send to rank 0, to rank 1, ...; None: all rows are sent.
+        halo: positions of the halo's nodes, int64 (num_halo,), ascending.
+        sends_all: True if every rank gets all rows of the other ranks.
+        send_index: local rows to send to rank 0, then to rank 1, and so on, int64 (sum of send_counts,);
+            None: all rows are sent to every rank.
         send_counts: number of rows to send to each rank.
-        recv_counts: number of halo nodes that each rank sends.
+        recv_counts: number of halo rows that each rank sends to this rank.
     """
 
     def __init__(
@@ -100,13 +103,13 @@ class HaloExchange:
         """Tells every rank which rows it must send. Collective.
 
         Args:
-            needed: bool (num_nodes,): for every position, whether the node belongs to another rank and is a
+            needed: bool (num_nodes,), by position: True if the node belongs to another rank and is a
                 neighbour of this rank's rows.
             starts: position of every rank's first node, then the number of nodes.
-            rank: of this process in the group.
+            rank: rank of this process in the group.
             group: the processes; None: all.
-            send: which rows are sent: ``"needed"``, ``"all"``, or ``"auto"``: all if at least 80 % are
-                needed.
+            send: ``"needed"``: ranks send only needed rows; ``"all"``: ranks send all rows; ``"auto"``: all
+                rows if at least 80 % of them are needed.
         """
         self.group = group
         self.rank = rank
@@ -133,7 +136,7 @@ class HaloExchange:
         self.send_index -= starts[rank]
 
     def _share(self, halo: Tensor) -> float:
-        """Number of rows that all ranks need, divided by the number of rows if all were sent. Collective."""
+        """Number of rows that ranks need, divided by the number of sent rows if all are sent. Collective."""
         rows = torch.tensor([halo.numel()], device=halo.device)
         dist.all_reduce(rows, group=self.group)
         return int(rows) / max((len(self.sizes) - 1) * sum(self.sizes), 1)
@@ -150,24 +153,24 @@ class HaloExchange:
 
     @cached_property
     def returned(self) -> Adjacency:
-        """Structure (num_local, sent rows) that sums returned rows per local row, in a fixed order."""
+        """Structure (num_local, number of sent rows) that sums the returned rows of each local row."""
         assert self.send_index is not None
         sent = self.send_index.numel()
         column = torch.arange(sent, device=self.send_index.device)
         returned = Adjacency.from_coo(self.send_index, column, (self.num_local, sent))
-        returned.usage.scattered = None  # no atomics, so that every run gives the same bits
+        returned.usage.scattered = None  # no scattering with atomics, so that every run gives the same bits
         return returned
 
     def pack(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Copies the rows to send from data (num_local, ...) into a contiguous tensor of a dtype."""
+        """The rows of ``x`` (num_local, ...) that this rank sends, contiguous and in ``dtype``."""
         if self.send_index is not None:
             return x.index_select(0, self.send_index).to(dtype)
         x = x.to(dtype)
         strided = not x.is_contiguous() and x.dim() == 2 and x.stride(1) == 1 and x.data_ptr() % 8 == 0
         lengths = (x.size(1), x.stride(0), x.storage_offset()) if strided else ()
         if strided and all(length * dtype.itemsize % 8 == 0 for length in lengths):
-            # PyTorch copies columns of a wider matrix element by element, so fewer and larger elements are
-            # faster.
+            # PyTorch copies columns of a wider matrix element by element, so a view with fewer and larger
+            # elements is copied faster.
             return x.view(torch.int64).contiguous().view(dtype)
         return x.contiguous()
 
@@ -175,12 +178,12 @@ class HaloExchange:
         """Sums the rows that other ranks returned for each local row, in the order of the ranks.
 
         Args:
-            received: (returned rows, ...), any dtype.
-            dtype: of the sums.
+            received: (number of returned rows, ...), any dtype.
+            dtype: dtype of the sums.
             out: (num_local, ...), tensor for the sums; may be columns of a wider matrix. None: a new tensor.
 
         Returns:
-            The sums.
+            The sums, (num_local, ...).
         """
         if self.send_index is None:
             blocks = received.view(len(self.sizes) - 1, self.num_local, *received.shape[1:])
@@ -196,8 +199,8 @@ class HaloExchange:
         """Starts to send packed rows to the ranks that have them in their halo.
 
         Args:
-            rows: what `pack` returns.
-            out: (num_halo, ...), contiguous, where the rows of the halo arrive; None: a new tensor.
+            rows: result of `pack`.
+            out: tensor for the rows of the halo, (num_halo, ...), contiguous; None: a new tensor.
         """
         received = rows.new_empty(self.num_halo, *rows.shape[1:]) if out is None else out
         if not self.sends_all:
@@ -218,7 +221,7 @@ class HaloExchange:
         return Transfer(out, rows, [work])
 
     def _blocks(self, out: Sequence[Tensor], sent: Sequence[Tensor]) -> list[dist.Work]:
-        """One message to and one from each other rank; sending the same rows to several needs no copies."""
+        """Starts one message to and one from each other rank. The same rows can be sent to several ranks."""
         operations = []
         for other in range(len(self.sizes)):
             if other != self.rank:
@@ -246,8 +249,9 @@ class HaloExchange:
 def column_tiles(width: int, count: int) -> list[slice]:
     """Divides columns into at most ``count`` tiles of equal width; the last one may be narrower.
 
-    The width is a multiple of 64, the number of columns that kernels gather per pass over a structure.
-    Narrower tiles have a multiple of 16, so that their rows start at multiples of 32 bytes in every dtype.
+    The width of a tile is a multiple of 64, the number of columns that kernels gather per pass over a
+    structure. If the tiles would be narrower than 64 columns, their width is a multiple of 16, so that their
+    rows start at multiples of 32 bytes in every dtype.
     """
     step = -(-width // count)
     unit = 64 if step >= 64 else 16
@@ -256,12 +260,12 @@ def column_tiles(width: int, count: int) -> list[slice]:
 
 
 class ColumnExchange:
-    """Exchanges some columns of features or gradients at a time, without gradients. All calls are collective.
+    """Exchanges some columns of features or gradients at a time, outside of autograd. Calls are collective.
 
-    All columns at a time would take the memory of the features of the whole graph.
+    Exchanging all columns at once could take as much memory as the features of the whole graph.
 
     Args:
-        exchange: which rows each rank sends.
+        exchange: exchange of the halo's rows.
     """
 
     def __init__(self, exchange: HaloExchange) -> None:
@@ -270,7 +274,9 @@ class ColumnExchange:
         self.num_sources = exchange.num_local + exchange.num_halo
 
     def sources(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yields features of the own nodes, then of the halo. The next columns are exchanged meanwhile.
+        """Yields some columns of the features of all sources: first the rank's own nodes, then the halo.
+
+        While the caller uses some columns, the next ones are exchanged.
 
         Args:
             x: floating (local nodes, F).
@@ -291,12 +297,14 @@ class ColumnExchange:
         """Sums the gradients of each node's features on the rank that owns the node.
 
         Args:
-            like: (any number of rows, F), with the dtype of the features.
-            gradients: computes the gradients of all sources' features in some columns,
-                (num_sources, columns). The gradients of the previous columns are sent meanwhile.
+            like: (any number of rows, F), a tensor with the width, dtype and device of the features; its
+                values are not read.
+            gradients: function that computes the gradients of all sources' features in some columns,
+                (num_sources, number of these columns). While it runs, the gradients of the previous columns
+                are sent.
 
         Returns:
-            (local nodes, F).
+            The sums, (local nodes, F).
         """
         out = like.new_empty(self.num_own, like.size(1))
         begun: list[tuple[slice, Tensor, Transfer]] = []
@@ -320,7 +328,12 @@ class ColumnExchange:
         return column_tiles(x.size(1), max(-(-size // PIECE_BYTES), 1))
 
     def _begin(self, x: Tensor) -> tuple[Tensor, Transfer]:
-        """Features of all sources; those of the halo are still to arrive."""
+        """Starts to exchange columns ``x`` (local nodes, number of columns).
+
+        Returns:
+            Features of all sources, and the transfer. The features of the halo are undefined until the
+            transfer ends.
+        """
         sources = x.new_empty(self.num_sources, x.size(1))
         sources[: self.num_own] = x
         sent = sources[: self.num_own] if self.exchange.sends_all else self.exchange.pack(x, x.dtype)
@@ -330,27 +343,28 @@ class ColumnExchange:
 class HaloFeatures:
     """Features of the halo while they are exchanged, in tiles of columns, with one transfer per tile.
 
-    In the forward pass, the local product runs between the start and the first of :meth:`tiles`. The product
-    with a tile of the halo runs while the next tile is sent. The backward pass has the reverse order: the
-    gradient of the last tile is computed first, :class:`_Arrive` starts to send it back, and it is sent while
-    the gradient of the previous tile is computed. :class:`_Leave` waits for all transfers, after the gradient
-    of the local product.
+    In the forward pass, the constructor starts the exchange, and the local product runs before the first of
+    :meth:`tiles`. The product with a tile of the halo runs while the next tile is sent. The backward pass has
+    the reverse order: the gradient of the last tile is computed first. :class:`_Arrive` starts to send this
+    gradient back, and the gradient of the previous tile is computed meanwhile. After the gradient of the
+    local product, :class:`_Leave` waits for all transfers.
 
-    Use this class as a context manager. If a product fails, the context waits for the open transfers before
-    it passes on the exception. Without this wait, a cycle through autograd's graph would keep the features
-    alive forever, or the memory of an open message would be freed, and gloo would close the connection.
+    Use this class as a context manager. If a product raises an exception, the context waits for the open
+    transfers before it passes on the exception. Without this wait, a cycle through autograd's graph would
+    keep the features alive forever, or the memory of an open message would be freed, and gloo would close the
+    connection.
     """
 
     def __init__(
         self, exchange: HaloExchange, x: Tensor, dtype: torch.dtype | None = None, tiles: int = 1
     ) -> None:
-        """Starts to send features (num_local, F).
+        """Starts to send features.
 
         Args:
-            exchange: which rows each rank sends.
+            exchange: exchange of the halo's rows.
             x: floating (num_local, F), the features.
             dtype: dtype in which features and gradients are sent; None: the dtype of the features.
-            tiles: largest number of tiles; the same on all ranks.
+            tiles: largest number of tiles; all ranks must pass the same number.
         """
         self.exchange = exchange
         self.dtype = dtype or x.dtype
@@ -379,7 +393,7 @@ class HaloFeatures:
             yield columns, _Arrive.apply(arriving[tile], self, tile).to(self.feature_dtype)
 
     def whole(self) -> Tensor:
-        """The halo's features (num_halo, F), if they are sent in one tile."""
+        """The halo's features (num_halo, F). Only if they are sent in one tile; call it only once."""
         ((_, rows),) = self.tiles()
         return rows
 
@@ -391,8 +405,8 @@ class HaloFeatures:
 
 
 def _refuse_second_derivatives() -> None:
-    # PyTorch's once_differentiable raises an error in `backward()` only: `autograd.grad` would silently omit
-    # terms.
+    # Not PyTorch's once_differentiable: it raises an error in `backward()`, but `autograd.grad` would
+    # silently omit terms.
     if torch.is_grad_enabled():
         raise NotImplementedError(
             "create_graph: expected False, got True; features that are exchanged between processes do not "
@@ -418,7 +432,7 @@ class _Leave(torch.autograd.Function):
         if len(way.columns) == 1:
             return way.exchange.add_up(way.finish(0), ctx.dtype), None
         total = grads[0].new_empty(way.exchange.num_local, way.columns[-1].stop, dtype=ctx.dtype)
-        for tile in reversed(range(len(way.columns))):  # in the order in which they were sent
+        for tile in reversed(range(len(way.columns))):  # the order in which the gradients were sent
             way.exchange.add_up(way.finish(tile), ctx.dtype, total[:, way.columns[tile]])
         return total, None
 
@@ -437,7 +451,7 @@ class _Arrive(torch.autograd.Function):
         _refuse_second_derivatives()
         grad = grad.contiguous()
         ctx.way.transfers[ctx.tile] = ctx.way.exchange.from_halo(grad)
-        # The returned gradient only makes autograd call `_Leave` afterwards, which does not read it.
+        # The returned gradient only makes autograd call `_Leave.backward`, which does not read the gradient.
         return grad, None, None
 
 
@@ -446,7 +460,7 @@ class AddColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, part: Tensor, columns: slice) -> Tensor:
-        """The total."""
+        """Adds ``part`` (N, number of columns) to some columns of ``total`` (N, F), and returns ``total``."""
         ctx.columns = columns
         ctx.mark_dirty(total)
         total[:, columns].add_(part)

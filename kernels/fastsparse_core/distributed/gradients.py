@@ -1,4 +1,4 @@
-"""Gradients of parameters that every process holds a copy of."""
+"""Sums the gradients of parameters over all processes. Every process has a copy of the parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastsparse_core.distributed.agreement import check_agreement
 
-#: Process group -> shapes and dtypes of parameters that its processes have compared.
+#: Process group -> shapes and dtypes of parameters that are equal in all its processes, as compared before.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
@@ -24,19 +24,23 @@ def all_reduce_gradients(
         \nabla_\theta \sum_r L_r = \sum_r \nabla_\theta L_r
 
     The loss :math:`L_r` of each process must be its share of the whole loss: the sum over local rows, divided
-    by the number of all rows. Then the result is the gradient that one GPU with the whole graph would have.
-    (DDP also divides by the number of processes.) 16-bit gradients are summed in float32, others in their
-    dtype, with one message per dtype. All processes must call this function with the same parameters.
+    by the number of rows of the whole graph. Then the result is the gradient that one GPU with the whole
+    graph would compute. (DDP, in contrast, divides the sums by the number of processes.) 16-bit gradients are
+    summed in float32, others in their dtype, with one message per dtype. All processes must call this
+    function with the same parameters.
 
     If a process has no gradient for a parameter, for example because its part of the graph has no edges of a
-    type, it gets the sum of the other processes. If no process has a gradient, the gradient stays None.
+    type, its gradient becomes the sum of the other processes' gradients. If no process has a gradient, the
+    gradient stays None.
 
     Args:
-        parameters: a model, or a list of parameters; those that need no gradient are ignored.
+        parameters: a model, or a list of parameters. Parameters with ``requires_grad=False`` and without a
+            gradient are ignored.
         group: the processes; None: all.
 
     Raises:
-        ValueError: in the first call, the processes passed different parameters; raised on all of them.
+        ValueError: the processes passed parameters that differ in number, shape or dtype. All processes raise
+            the error, in the first call with these parameters.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -59,7 +63,7 @@ def all_reduce_gradients(
 
 
 def _check_parameters(parameters: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Raises an error if the processes passed different parameters, because sums would hang or be wrong."""
+    """Raises an error if the processes passed different parameters, whose sum would hang or be wrong."""
     if not parameters:
         return
     kinds = tuple(f"{tuple(it.shape)} of {it.dtype}" for it in parameters)
@@ -77,7 +81,8 @@ def _check_parameters(parameters: list[Tensor], group: dist.ProcessGroup | None)
 def _all_reduce(parameters: list[Tensor], group: dist.ProcessGroup | None) -> None:
     """Sums the gradients of parameters of one dtype over all processes, in one message.
 
-    The message also counts the processes that have a gradient, for parameters without one in this process.
+    The message also counts, for each parameter, the processes that have a gradient. A process without a
+    gradient for a parameter reads this count.
     """
     dtype = parameters[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -90,11 +95,11 @@ def _all_reduce(parameters: list[Tensor], group: dist.ProcessGroup | None) -> No
     flat = torch.cat([*(grad.detach().reshape(-1).to(wide) for grad in grads), present])
     dist.all_reduce(flat, group=group)
     *totals, present = flat.split([*(grad.numel() for grad in grads), len(grads)])
-    # Read only if necessary, because the host would wait for the GPU.
+    # The counts are read only if necessary, because the host waits for the GPU when it reads them.
     elsewhere = present.tolist() if any(it.grad is None for it in parameters) else []
     shaped = [total.view_as(parameter) for parameter, total in zip(parameters, totals, strict=True)]
     there = [nth for nth, parameter in enumerate(parameters) if parameter.grad is not None]
-    if there:  # one launch for all
+    if there:  # one launch for all parameters
         torch._foreach_copy_([grads[nth] for nth in there], [shaped[nth] for nth in there])
     for nth, (parameter, total) in enumerate(zip(parameters, shaped, strict=True)):
         if parameter.grad is None and elsewhere[nth]:

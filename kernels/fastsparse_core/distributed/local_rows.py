@@ -16,7 +16,7 @@ from fastsparse_core.formats.grouping import Method
 from fastsparse_core.log import range_text
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Number of edges that are processed at a time: 64-bit copies of them take 0.5 GB.
+#: Number of edges that are processed at a time: a 64-bit copy of their sources takes 0.5 GB.
 PIECE_ENTRIES = 2**26
 
 
@@ -32,7 +32,10 @@ def local_rows(
 ) -> tuple[Adjacency, HaloExchange]:
     """Builds the rank's rows and the exchange of the halo from edges in any order. Collective.
 
-    The arguments are those of :meth:`PartitionedAdjacency.from_coo`, after its checks.
+    The arguments are those of :meth:`PartitionedAdjacency.from_coo`, which checks them.
+
+    Returns:
+        The structure (local nodes, local nodes + halo), and the exchange.
     """
     num_local = partition.size(rank)
     count = torch.zeros(num_local, dtype=torch.int64, device=row.device)
@@ -45,7 +48,7 @@ def local_rows(
     rowptr = torch.zeros(num_local + 1, dtype=torch.int64, device=row.device)
     torch.cumsum(count, 0, out=rowptr[1:])
     del count
-    is_in_order = ascends and self_loops == "keep"  # then `rowptr` and `column` are the structure
+    is_in_order = ascends and self_loops == "keep"  # `rowptr` and `column` are the structure: no sort
     column = torch.empty(int(rowptr[-1]), dtype=torch.int32, device=row.device)
     local_row = torch.empty_like(column) if not is_in_order else column
     filled = 0
@@ -77,11 +80,14 @@ def rows_in_order(
         rowptr: int64 (local nodes + 1,).
         column: int32 (num_edges,), positions of the sources; overwritten, and used without a copy.
         partition: owners of the nodes.
-        rank: of this process.
+        rank: rank of this process.
         group: as for :meth:`PartitionedAdjacency.from_coo`.
         send: as for :meth:`PartitionedAdjacency.from_coo`.
         group_rows: as for :meth:`PartitionedAdjacency.from_coo`.
         self_loops: as for :meth:`PartitionedAdjacency.from_coo`.
+
+    Returns:
+        The structure (local nodes, local nodes + halo), and the exchange.
     """
     exchange, num_columns = _renumber(column, partition, rank, group, send)
     shape = (partition.size(rank), num_columns)
@@ -92,7 +98,11 @@ def rows_in_order(
 
 
 def _owned(row: Tensor, col: Tensor, partition: Partition, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields a rank's edges in pieces: local rows, and positions of the columns, both int32."""
+    """Yields the edges whose destination a rank owns, in pieces.
+
+    Yields:
+        Rows, counted from the rank's first row, and positions of the sources, both int32.
+    """
     first = partition.starts[rank]
     for rows, columns in zip(row.split(PIECE_ENTRIES), col.split(PIECE_ENTRIES), strict=True):
         mine = partition.owned_edges(rows, rank)
@@ -111,9 +121,9 @@ def _renumber(
     """Renumbers the columns of a rank's rows in place: own nodes first, then the halo. Collective.
 
     Args:
-        column: int32 (num_edges,), positions.
+        column: int32 (num_edges,), positions of the sources.
         partition: owners of the nodes.
-        rank: of this process.
+        rank: rank of this process.
         group: as for :meth:`PartitionedAdjacency.from_coo`.
         send: as for :meth:`PartitionedAdjacency.from_coo`.
 
@@ -122,7 +132,7 @@ def _renumber(
     """
     first, last = partition.starts[rank], partition.starts[rank + 1]
     num_local, device = last - first, column.device
-    # The halo is found with a mask over all nodes, because that costs less than sorting the edges.
+    # A mask over all nodes finds the halo in less time than sorting the edges would take.
     needed = torch.zeros(partition.num_nodes, dtype=torch.bool, device=device)
     for part in column.split(PIECE_ENTRIES):
         needed[part.long()] = True
@@ -139,7 +149,11 @@ def _renumber(
 
 
 def columns_of(rows: Adjacency, *, own: bool) -> Adjacency:
-    """The entries whose column is one of the rank's own nodes; with ``own=False``, all other entries."""
+    """The structure of the entries whose column is one of the rank's own nodes, (local nodes, local nodes).
+
+    With ``own=False``, the structure of all other entries, (local nodes, halo). The order and the number of
+    edge values do not change.
+    """
     num_local, num_columns = rows.shape
     kept = rows.col < num_local if own else rows.col >= num_local
     before = torch.zeros(rows.num_edges + 1, dtype=torch.int64, device=rows.device)
@@ -167,8 +181,8 @@ def columns_of_rank(
         rowptr: int32 or int64 (num_nodes + 1,), row pointers of the whole graph.
         col: int32 or int64 (num_edges,), columns of the whole graph.
         partition: owners of the nodes.
-        rank: of this process.
-        device: of the results.
+        rank: rank of this process.
+        device: device of the results.
 
     Raises:
         ValueError: a column is not a node id.
@@ -192,7 +206,12 @@ def columns_of_rank(
 
 
 def check_ends(row: Tensor, col: Tensor, num_nodes: int) -> None:
-    """Raises an error unless both tensors contain node ids, and have the same length and device."""
+    """Raises an error unless both tensors contain node ids and have the same length and device.
+
+    Raises:
+        TypeError: an argument is not an int32 or int64 tensor.
+        ValueError: a shape, a device or an id does not fit.
+    """
     for name, index in (("row", row), ("col", col)):
         if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
             kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
@@ -206,7 +225,7 @@ def check_ends(row: Tensor, col: Tensor, num_nodes: int) -> None:
 
 
 def check_range(name: str, index: Tensor, num_nodes: int) -> None:
-    """Raises an error unless all entries of an index are node ids."""
+    """Raises a ValueError unless all entries of an index are node ids, from 0 to ``num_nodes`` - 1."""
     if index.numel():
         low, high = (int(end) for end in torch.aminmax(index))
         if low < 0 or high >= num_nodes:

@@ -30,7 +30,7 @@ from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops.spmm import Reduce, spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Options of the constructors, and their defaults.
+#: Options of `from_coo` that `from_csr` has too, and their defaults.
 _OPTIONS: dict[str, Any] = {
     "self_loops": "keep",
     "group_rows": "auto",
@@ -44,7 +44,7 @@ _HALO_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat1
 
 
 class PartitionedAdjacency(Adjacency):
-    r"""One rank's rows of a graph; layers take it in place of an :class:`~fastsparse_core.Adjacency`.
+    r"""One rank's rows of a graph, which layers accept in place of an :class:`~fastsparse_core.Adjacency`.
 
     .. math::
         \mathbf{Y}_r = \mathbf{A}_{rr} \mathbf{X}_r + \mathbf{A}_{rh} \mathbf{X}_h
@@ -53,28 +53,28 @@ class PartitionedAdjacency(Adjacency):
     the halo: the neighbours of these nodes that other ranks own. A layer sees a square structure (local
     nodes, local nodes): inputs and outputs are features of the rank's own nodes. The operators
     (:func:`fastsparse_core.spmm`, ``sddmm``, ``edge_softmax``, the attentions) receive the halo in the
-    forward pass and return its gradients in the backward pass. Degrees are those of the whole graph. Edge
-    values are those of the rank's edges.
+    forward pass and return its gradients in the backward pass. Degrees count the edges of the whole graph.
+    Edge values belong to the rank's edges only.
 
     In ``spmm``, features are exchanged during the product with :math:`\mathbf{A}_{rr}`, and gradients during
     the product with its transpose. Wide features are sent in tiles of columns: the product of
     :math:`\mathbf{A}_{rh}` with one tile runs while the next tile is sent. Attention needs all neighbours of
-    a row at once, so it waits for the exchange and uses the concatenated rows. Results are those of one
-    process up to rounding, and have the same bits in every run, because no atomics are used.
+    a row at once, so it waits for the exchange and uses the concatenated rows. Results equal the results of
+    one process up to rounding, and have the same bits in every run, because no atomics are used.
 
     The constructors and all operators are collective: all processes must call them in the same order. The
     structure cannot be transposed, saved or moved. PyG's and DGL's own code and ``ssd`` do not support it.
 
     Attributes:
         rows: structure (local nodes, local nodes + halo); its columns are the own nodes, then the halo.
-        exchange: which rows each rank sends to which other rank.
+        exchange: exchange of the halo's rows between ranks.
         partition: owners of all nodes.
-        rank: of this process in the group.
-        halo_dtype: dtype in which features and gradients are sent; None: the dtype that they have.
-        overlap: whether spmm computes with local columns while features of other ranks are received.
-        tiles: number of tiles of columns in which features are sent; None: :meth:`num_tiles` chooses.
-        cache_inputs: whether features of other ranks that need no gradient are received only once.
-        statistics: how well the graph is divided.
+        rank: rank of this process in the group.
+        halo_dtype: dtype in which features and gradients are sent; None: their own dtype.
+        overlap: if True, spmm computes with local columns while features of other ranks are received.
+        tiles: largest number of tiles of columns in which features are sent; None: :meth:`num_tiles` chooses.
+        cache_inputs: if True, features of other ranks that need no gradient are received only once.
+        statistics: counts of nodes and edges of all ranks, which show how well the graph is divided.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -102,7 +102,7 @@ class PartitionedAdjacency(Adjacency):
         tiles: int | None = None,
         cache_inputs: bool = False,
     ) -> None:
-        """Wraps checked parts as they are; the ``from_*`` constructors check and convert. Collective."""
+        """Stores parts without checking them; the ``from_*`` constructors check and convert. Collective."""
         self.rows = rows
         self.exchange = exchange
         self.partition = partition
@@ -145,31 +145,31 @@ class PartitionedAdjacency(Adjacency):
 
         Args:
             row: destinations, ids of the whole graph, int32 or int64 (E,), on the device of the structure.
-                The rank keeps the edges whose destination it owns (:meth:`Partition.owned_edges`), so you can
-                pass all edges or only these.
+                The rank uses only the edges whose destination it owns (:meth:`Partition.owned_edges`), so you
+                can pass all edges or only these.
             col: sources, like ``row``.
             partition: owners of the nodes, the same on all ranks.
             group: the processes, as many as the partition has parts; None: all.
-            self_loops: as for :meth:`Adjacency.from_coo`. Values follow the kept edges, then the loops.
+            self_loops: ``"keep"``, ``"append"`` or ``"replace"``, as for :meth:`Adjacency.from_coo`. Edge
+                values have the order of the rank's edges, then of the inserted loops.
             group_rows: as for :meth:`Adjacency.from_coo`.
-            halo_dtype: dtype in which features and gradients are sent; None: the dtype that they have, so
-                results are those of one process. A 16-bit dtype halves the bytes of float32 features and
-                rounds the features.
-            overlap: whether the exchange runs during the local product. False: one product over all columns
-                after the exchange.
+            halo_dtype: dtype in which features and gradients are sent; None: their own dtype, so sending
+                rounds nothing. A 16-bit dtype halves the bytes of float32 features, and rounds them.
+            overlap: if True, the exchange runs during the local product. If False, one product over all
+                columns runs after the exchange.
             tiles: largest number of tiles of columns in which features are sent; None: :meth:`num_tiles`
                 chooses.
-            cache_inputs: whether spmm keeps the received rows of features that need no gradient. In
+            cache_inputs: if True, spmm caches the received rows of features that need no gradient. In
                 full-graph training, the first layer aggregates the same features in every step; with this
-                option they are sent only once. The kept rows take memory. If one rank changes its features,
-                in place or by a new tensor, all ranks must do so.
-            send: which rows are sent to a rank: ``"needed"``: the rows that the rank's edges read; ``"all"``:
-                all rows; ``"auto"``: all if at least 80 % are needed.
+                option they are sent only once. The cached rows take memory. If one rank changes its features,
+                in place or by passing another tensor, all ranks must do so.
+            send: ``"needed"``: a rank receives the rows that its edges read; ``"all"``: a rank receives all
+                rows of the other ranks; ``"auto"``: all rows if at least 80 % are needed.
 
         Raises:
             TypeError: an argument is not an integer tensor.
-            ValueError: lengths, devices or ranges do not fit, the group has another size, or an option is not
-                the same on all ranks.
+            ValueError: lengths, devices or ranges do not fit together, the partition does not have one part
+                per process, or an option is not the same on all ranks.
         """
         check_ends(row, col, partition.num_nodes)
 
@@ -228,16 +228,17 @@ class PartitionedAdjacency(Adjacency):
         a file that all processes of a machine map into memory.
 
         Args:
-            rowptr: int32 or int64 (num_nodes + 1,).
+            rowptr: int32 or int64 (num_nodes + 1,), ascending from 0 to the number of edges.
             col: sources, int32 or int64 (num_edges,).
-            partition: owners of the nodes.
-            device: where to build it; None: the device of ``col``.
+            partition: owners of the nodes, the same on all ranks.
+            device: device of the structure; None: the device of ``col``.
             group: the processes; None: all.
             **options: further options of :meth:`from_coo`.
 
         Raises:
             TypeError: an option is not one of :meth:`from_coo`.
-            ValueError: ``rowptr`` does not have ``num_nodes + 1`` entries, or as in :meth:`from_coo`.
+            ValueError: ``rowptr`` does not have ``num_nodes + 1`` entries; or for a reason of
+                :meth:`from_coo`.
         """
         if rowptr.numel() != partition.num_nodes + 1:
             raise ValueError(
@@ -260,7 +261,7 @@ class PartitionedAdjacency(Adjacency):
         """The same part with a self loop on every node, see :meth:`Adjacency.from_coo`. Collective.
 
         Args:
-            kind: as ``self_loops`` of :meth:`Adjacency.from_coo`.
+            kind: value of ``self_loops`` in :meth:`Adjacency.from_coo`.
         """
         row, col = self.rows.row(), self.rows.col
         if self.rows.edge_id is not None:
@@ -311,7 +312,7 @@ class PartitionedAdjacency(Adjacency):
         return self._built.get("halo", lambda: columns_of(self.rows, own=False))
 
     def row(self) -> Tensor:
-        """Raises an error, because entries refer to nodes of other ranks; only operators can use them."""
+        """Raises an error: entries refer to nodes of other ranks, so a list of the entries is of no use."""
         _unsupported("list of edges")
 
     def t(self, *, valued: bool = True) -> Adjacency:
@@ -327,7 +328,7 @@ class PartitionedAdjacency(Adjacency):
         return self.rows.in_degree()
 
     def out_degree(self) -> Tensor:
-        """Number of edges of the whole graph that leave each of the rank's nodes, int64."""
+        """Number of edges of the whole graph that leave each of the rank's nodes, int64 (num_dst,)."""
         return self._out_degree
 
     def _count_out_degree(self) -> Tensor:
@@ -337,7 +338,7 @@ class PartitionedAdjacency(Adjacency):
         return own + self.exchange.add_up(received, own.dtype)
 
     def has_empty_rows(self) -> bool:
-        """Whether some destination of the whole graph has no edge. The result is the same on all ranks."""
+        """True if some destination of the whole graph has no edge. The result is the same on all ranks."""
         return self._has_empty_rows
 
     def _survey(self) -> tuple[PartitionStatistics, bool]:
@@ -354,10 +355,13 @@ class PartitionedAdjacency(Adjacency):
     # ---------------------------------------------------------------- data of nodes
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Selects this rank's rows from data of all nodes (num_nodes, ...).
+        """Selects the rows of this rank's nodes from data of all nodes.
 
         Args:
             x: (num_nodes, ...), any dtype.
+
+        Returns:
+            (local nodes, ...).
         """
         return self.partition.scatter(x, self.rank)
 
@@ -365,7 +369,10 @@ class PartitionedAdjacency(Adjacency):
         """Collects the rows of all nodes from all ranks, in the order of the node ids. Collective.
 
         Args:
-            x: (local nodes, ...), any dtype; no gradient flows through.
+            x: (local nodes, ...), any dtype. Gradients do not flow through this method.
+
+        Returns:
+            (num_nodes, ...).
 
         Raises:
             ValueError: ``x`` does not have one row per local node.
@@ -385,11 +392,17 @@ class PartitionedAdjacency(Adjacency):
     # ---------------------------------------------------------------- operators
 
     def sources(self, *features: Tensor | None, exact: bool = False) -> tuple[Tensor, ...]:
-        """Features of the own nodes and of the halo, the columns of ``rows``. Collective, differentiable.
+        """Features of the rank's own nodes, then of the halo: the columns of ``rows``.
+
+        Collective, differentiable.
 
         Args:
-            features: floating (local nodes, ...) each; cast under autocast, unless ``exact``.
-            exact: whether to send the features in their own dtype and ignore ``halo_dtype``.
+            features: floating (local nodes, ...) each; None is skipped. They are cast under autocast, unless
+                ``exact``.
+            exact: if True, sends the features in their own dtype and ignores ``halo_dtype``.
+
+        Returns:
+            (local nodes + halo, ...) for each of the features.
         """
         given = [x for x in features if x is not None]
         for x in given:
@@ -407,7 +420,7 @@ class PartitionedAdjacency(Adjacency):
 
     @property
     def column_exchange(self) -> ColumnExchange:
-        """Exchanges the features of the halo, some columns at a time."""
+        """A new `ColumnExchange`, which exchanges the features of the halo some columns at a time."""
         return ColumnExchange(self.exchange)
 
     def needed_sources(self, col: Tensor) -> tuple[Tensor, Tensor, ColumnExchange]:
@@ -417,8 +430,8 @@ class PartitionedAdjacency(Adjacency):
             col: int32 (num_edges,), the columns of these edges in ``rows``.
 
         Returns:
-            ``col`` renumbered: own nodes first, then the needed nodes of the halo; the column in ``rows`` of
-            each of these nodes, int64; the exchange of their features.
+            ``col`` with new numbers, in which the rank's own nodes come first, then the needed nodes of the
+            halo; the column in ``rows`` of each of these nodes, int64; the exchange of their features.
         """
         own, every = self.num_dst, self.exchange
         is_needed = torch.zeros(every.num_halo, dtype=torch.bool, device=col.device)
@@ -447,7 +460,7 @@ class PartitionedAdjacency(Adjacency):
     ) -> Tensor:
         """Computes :func:`fastsparse_core.spmm` with the features of all ranks. Collective.
 
-        Arguments as in :func:`fastsparse_core.spmm`.
+        The arguments are those of :func:`fastsparse_core.spmm`.
         """
         check_features("x", x, self.num_src, "num_src", self)
         given = x
@@ -472,7 +485,7 @@ class PartitionedAdjacency(Adjacency):
             arrived = self._halo_of_inputs(given, flat)
             out = spmm(self.local, flat, value, **local) + spmm(self.halo, arrived, value, **halo)
         else:
-            # Tiles would cut heads, whose columns have their own edge values.
+            # One tile for several heads: a tile could end inside a head, but each head has its edge values.
             tiles = 1 if value is not None and value.dim() > 1 else self.num_tiles(flat.size(1), flat.dtype)
             with HaloFeatures(self.exchange, flat, self.halo_dtype, tiles) as way:
                 out = spmm(self.local, flat, value, **local)
@@ -486,14 +499,15 @@ class PartitionedAdjacency(Adjacency):
         """Number of tiles of columns in which spmm sends features, the same on all ranks.
 
         The product with one tile of the halo runs while the next tile is sent, so only the last product runs
-        after the exchange. The number is ``tiles`` if that is given. It is 1 without ``overlap``, and also
-        if, by a rough estimate, the local product takes as long as the exchange on every rank: more tiles
-        would hide nothing, and cost copies. Otherwise it is one tile per 64 columns, but at most 4, and each
-        of at least 32 MiB on some rank.
+        after the exchange. Without ``overlap``, the number is 1. If ``tiles`` is not None, the number is
+        ``tiles``. Otherwise, it is 1 if, by a rough estimate, the local product takes at least as long as the
+        exchange on every rank: more tiles would hide nothing, and cost copies. In all other cases, there is
+        one tile per 64 columns, but at most 4 tiles, and a tile has at least 32 MiB on the rank that receives
+        most.
 
         Args:
-            width: features per node.
-            dtype: of the features.
+            width: number of features per node.
+            dtype: dtype of the features.
         """
         if not self.overlap:
             return 1
@@ -503,7 +517,7 @@ class PartitionedAdjacency(Adjacency):
         return tiles_that_pay(self.statistics, width, dtype.itemsize, sent)
 
     def _halo_of_inputs(self, given: Tensor, flat: Tensor) -> Tensor:
-        """The halo's rows of features without gradient; cached for the features of the last call."""
+        """The halo's rows (num_halo, F) of features without gradient; cached for the last ``given``."""
 
         def fetch() -> Tensor:
             rows = self.exchange.pack(flat.detach(), self.halo_dtype or flat.dtype)
@@ -528,10 +542,10 @@ class PartitionedAdjacency(Adjacency):
         return self._scales.get(scale_src, accumulation_dtype(x.dtype), fetch)
 
     def prepare(self, *, backward: bool = True) -> PartitionedAdjacency:
-        """Builds everything that the operators need; returns self.
+        """Builds all formats that the operators need; returns self.
 
         Args:
-            backward: whether to build what the backward pass needs too.
+            backward: if True, also builds the formats that the backward pass needs.
         """
         if self.overlap:
             self.local.prepare(backward=backward)
@@ -558,11 +572,14 @@ class PartitionedAdjacency(Adjacency):
         return sizes if inputs is None else sizes | {"inputs": inputs.nbytes}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:
-        """Returns itself if it is on that device; other devices are not supported.
+        """Returns self if the structure is on ``device``; otherwise raises an error.
 
         Args:
-            device: the target device.
-            non_blocking: as in :meth:`torch.Tensor.to`.
+            device: target device.
+            non_blocking: ignored.
+
+        Raises:
+            NotImplementedError: the structure is on another device.
         """
         if torch.empty(0, device=device).device == self.device:
             return self

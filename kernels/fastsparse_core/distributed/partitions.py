@@ -18,8 +18,9 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 Method = Literal["auto", "metis", "contiguous"]
 
-#: Cost of a row in addition to its edges, as a number of edges. On a current GPU, the 256 x 256 matrix
-#: products of a row, forward and backward, take about 10 ns, and an edge's features of 1 KB about 0.5 ns.
+#: Cost of a row in addition to its edges, as a number of edges. On a current GPU, multiplying a row by 256 x
+#: 256 matrices, forward and backward, takes about 10 ns, and gathering an edge's features of 1 KB about
+#: 0.5 ns.
 ROW_EDGES = 16
 
 #: Largest number of edges for which ``method="auto"`` uses METIS, which takes about a minute on one core.
@@ -33,9 +34,9 @@ class Partition:
     Nodes are ordered so that every rank owns a contiguous range.
 
     Attributes:
-        starts: position of the first node of every rank, then the number of nodes; (num_parts + 1).
-        order: node at every position, int64 (num_nodes,); None: position and node id are equal.
-        method: name of the method, for display.
+        starts: position of the first node of every rank, then the number of nodes; num_parts + 1 ints.
+        order: id of the node at every position, int64 (num_nodes,); None: position and id are equal.
+        method: name of the method that divided the nodes, for display.
 
     Raises:
         TypeError: ``order`` is not an int64 tensor.
@@ -58,13 +59,14 @@ class Partition:
         """The partition in which node i belongs to rank ``owner[i]``.
 
         Args:
-            owner: integers (num_nodes,) from 0 to num_parts - 1, rank of every node. They may come from any
-                partitioner, such as ``dgl.metis_partition_assignment``.
-            num_parts: number of ranks; some may own nothing.
-            method: name of the method, for display.
+            owner: rank of every node, integers (num_nodes,) from 0 to num_parts - 1. The ranks may come from
+                any partitioner, such as ``dgl.metis_partition_assignment``.
+            num_parts: number of ranks; a rank may own no nodes.
+            method: name of the method that divided the nodes, for display.
 
         Raises:
-            ValueError: an owner is not a rank.
+            ValueError: ``owner`` is not 1-D or floating, an owner is not a rank, or ``num_parts`` is not
+                positive.
         """
         _check_parts(num_parts)
         if owner.dim() != 1 or owner.is_floating_point():
@@ -108,7 +110,7 @@ class Partition:
             self.starts,
             self.order,
             self.method,
-        )  # calls the constructor, whose checks detect damaged files
+        )  # unpickling calls the constructor, whose checks detect damaged files
 
     @property
     def num_parts(self) -> int:
@@ -130,7 +132,7 @@ class Partition:
 
     @cached_property
     def place(self) -> Tensor | None:
-        """Position of every node, int64 (num_nodes,): the inverse of ``order``."""
+        """Position of every node, int64 (num_nodes,): the inverse of ``order``; None if ``order`` is None."""
         if self.order is None:
             return None
         place = torch.empty_like(self.order)
@@ -138,10 +140,10 @@ class Partition:
         return place
 
     def position(self, node: Tensor) -> Tensor:
-        """Positions of nodes.
+        """Positions of nodes, in the shape of ``node``.
 
         Args:
-            node: ids, int32 or int64 of any shape (...,).
+            node: ids of nodes, int32 or int64, any shape.
         """
         return node if self.place is None else self.place.to(node.device)[node.long()]
 
@@ -155,11 +157,14 @@ class Partition:
         return torch.arange(first, last) if self.order is None else self.order[first:last]
 
     def scatter(self, x: Tensor, rank: int) -> Tensor:
-        """Selects the rows of a rank's nodes from data of all nodes (num_nodes, ...).
+        """Selects the rows of a rank's nodes from data of all nodes.
 
         Args:
             x: (num_nodes, ...), any dtype.
             rank: from 0 to num_parts - 1.
+
+        Returns:
+            The rows, in the order of :meth:`nodes`.
 
         Raises:
             ValueError: ``x`` does not have one row per node.
@@ -171,7 +176,7 @@ class Partition:
         return x[self.nodes(rank).to(x.device)]
 
     def owned_edges(self, row: Tensor, rank: int) -> Tensor:
-        """Positions of the edges whose destination a rank owns, int64.
+        """Indices of the edges whose destination a rank owns, int64, ascending.
 
         Args:
             row: destinations, int32 or int64 (E,).
@@ -191,25 +196,26 @@ def partition(
 ) -> Partition:
     """Divides the nodes of a graph among ranks.
 
-    The function does not communicate. Run METIS on one rank and send the result to the others
-    (``torch.distributed.broadcast_object_list``). Contiguous blocks can be computed on every rank.
+    The function does not communicate. Run METIS on one rank and send the result to the other ranks with
+    ``torch.distributed.broadcast_object_list``. Contiguous blocks can be computed on every rank.
 
     Args:
-        graph: square structure, or edges (2, E): sources, destinations.
+        graph: square structure, or edges, int64 (2, E): sources, then destinations.
         num_parts: number of ranks.
-        method: ``"contiguous"``: consecutive nodes with about equally many edges (each row counts as 16 more
-            edges), so features keep their order. ``"metis"``: few edges between ranks (Karypis and Kumar,
-            1998). It uses the first of these packages that is installed: pymetis 2025.2 or later (balances
-            edges too), pyg-lib or torch-sparse (balance nodes). ``"auto"``: METIS if it is installed and the
-            graph has at most 20 million edges.
-        num_nodes: number of nodes, needed for edges.
+        method: ``"contiguous"``: every rank owns consecutive nodes, with about equally many edges (each row
+            counts as 16 more edges), so features keep their order. ``"metis"``: few edges connect nodes of
+            different ranks (Karypis and Kumar, 1998). The first of these packages that is installed divides
+            the graph: pymetis 2025.2 or later (balances edges too), pyg-lib or torch-sparse (balance nodes).
+            ``"auto"``: METIS if one of the packages is installed and the graph has at most 20 million edges,
+            otherwise contiguous.
+        num_nodes: number of nodes; required if ``graph`` is edges.
 
     Returns:
         The owners of all nodes.
 
     Raises:
         ValueError: the graph is not square, or an argument is out of range.
-        ImportError: ``"metis"``, and none of its packages is installed.
+        ImportError: ``method`` is ``"metis"``, and none of the packages is installed.
 
     Example:
         >>> import torch
@@ -262,7 +268,7 @@ def partition(
 
 
 def _blocks(degree: Tensor, num_parts: int) -> Partition:
-    """Consecutive nodes of about equal cost."""
+    """The partition into blocks of consecutive nodes of about equal cost."""
     cost = torch.cumsum(degree.long() + ROW_EDGES, 0)
     total = int(cost[-1]) if cost.numel() else 0
     wanted = torch.tensor([total * part // num_parts for part in range(1, num_parts)], device=cost.device)
@@ -278,7 +284,7 @@ def _metis() -> Callable[[Tensor, Tensor, Tensor, int], Tensor] | None:
         graph = module.CSRAdjacency(adj_starts=rowptr.numpy(), adjacent=col.numpy())
         return torch.tensor(module.part_graph(num_parts, graph, vweights=weight.numpy())[1])
 
-    # These two give all nodes the same weight.
+    # pyg-lib and torch-sparse give all nodes the same weight.
     def of_pyg_lib(module: Any, rowptr: Tensor, col: Tensor, weight: Tensor, num_parts: int) -> Tensor:
         return torch.ops.pyg.metis(rowptr, col, None, num_parts, False)
 

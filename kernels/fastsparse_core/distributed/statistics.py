@@ -1,26 +1,27 @@
-"""How well a graph is divided, and in how many tiles its features are sent."""
+"""Statistics of a partitioned graph, and the number of tiles in which its features are sent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Columns that kernels gather per pass over a structure: narrower tiles would cost further passes.
+#: Number of columns that kernels gather per pass over a structure. Narrower tiles would need more passes.
 _TILE_COLUMNS = 64
-#: Smallest number of bytes per tile, 0.1 ms at 0.34 TB/s, because a tile costs a few more launches.
+#: Smallest number of bytes per tile, which take 0.1 ms at 0.34 TB/s: every tile costs a few more launches.
 _TILE_BYTES = 32 << 20
-#: Approximate number of bytes that a product gathers while an exchange sends one, on H200s of one host (4.4
-#: and 0.34 TB/s).
+#: Approximate number of bytes that a product gathers while an exchange sends one byte, on H200s of one host:
+#: 4.4 TB/s divided by 0.34 TB/s, rounded down.
 _GATHERED_PER_RECEIVED = 12
-#: Only the product of the last tile is not hidden: a quarter of the halo's product.
+#: Largest number of tiles. The exchange hides the products of all tiles except the last, so with 4 tiles a
+#: quarter of the halo's product remains.
 _MOST_TILES = 4
 
 
 @dataclass(frozen=True)
 class PartitionStatistics:
-    """How well a graph is divided; lists have an entry per rank.
+    """Counts that show how well a graph is divided; every list has an entry per rank.
 
     Attributes:
-        rows: number of nodes of the rank.
+        rows: number of nodes that the rank owns.
         edges: number of edges that end at the rank's nodes.
         halo_edges: number of edges that end at the rank's nodes and start at nodes of other ranks.
         halo_rows: number of nodes of other ranks whose features the rank receives.
@@ -39,18 +40,18 @@ class PartitionStatistics:
 
     @property
     def edge_cut(self) -> float:
-        """Share of all edges that go from one rank to another."""
+        """Share of all edges whose source and destination belong to different ranks."""
         return sum(self.halo_edges) / max(sum(self.edges), 1)
 
     @property
     def halo_share(self) -> float:
-        """Rows received in an exchange, as a share of all rows of other ranks."""
+        """Number of rows that all ranks receive, divided by the number if each received all other rows."""
         most = (len(self.rows) - 1) * sum(self.rows)
         return sum(self.halo_rows) / max(most, 1)
 
     @property
     def balance(self) -> float:
-        """Largest number of edges of a rank divided by the mean; 1 is perfectly even."""
+        """Largest number of edges of a rank divided by the mean over ranks; 1 is perfectly even."""
         return max(self.edges) * len(self.edges) / max(sum(self.edges), 1)
 
 
@@ -59,9 +60,9 @@ def tiles_that_pay(facts: PartitionStatistics, width: int, itemsize: int, sent: 
 
     Args:
         facts: statistics of the partition.
-        width: features per node.
-        itemsize: bytes of a feature in memory.
-        sent: bytes of a feature in the messages.
+        width: number of features per node.
+        itemsize: number of bytes of a feature in memory.
+        sent: number of bytes of a feature in the messages.
     """
     if not any(
         _GATHERED_PER_RECEIVED * rows * sent > (edges - halo_edges) * itemsize

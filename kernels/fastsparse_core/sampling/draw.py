@@ -108,7 +108,7 @@ class Draw:
         return self._hop == self._graph.num_hops
 
     def _slots_of_hop(self, first: list[Size], end: list[Size]) -> dict[int, int]:
-        """Upper bounds of the number of slots, by number of the relation, without relations that have none."""
+        """Upper bounds of the number of slots of relations, by their numbers. Zeros are omitted."""
         slots = {}
         for number, relation in enumerate(self._graph.relations):
             rows = end[relation.dst]

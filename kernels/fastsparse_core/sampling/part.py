@@ -47,7 +47,8 @@ class Output:
     Attributes:
         end: number of edges after the steps that were added so far.
         most: upper bound of the number of edges.
-        place: position of every edge's source in the table of nodes, int32 (most,).
+        place: position of every edge's source in the table of nodes, on the CPU number of the source in the
+            batch, int32 (most,).
         row: number of every edge's destination in the batch, int32 (most,).
         edge_id: position of every edge in the caller's order, int64 (most,).
     """
