@@ -12,24 +12,24 @@ from torch import Tensor
 
 from fastsparse_core.formats.compress import compress, compress_pairs
 
-#: Rows of a window.
+#: Number of rows of a window.
 HEIGHT = 8
-#: Vectors of a block: as many as one instruction of the tensor cores sums over.
+#: Number of vectors of a block: one instruction of the tensor cores sums over this number.
 BLOCK = 16
-#: Vectors of a quad, which are stored together.
+#: Number of vectors of a quad, which are stored together.
 QUAD = 4
-#: Bits of a vector's column.
+#: Number of bits in which a vector stores its column.
 COLUMN_BITS = 24
-#: Bytes of a quad: its columns, then its masks.
+#: Number of bytes of a quad: its columns, then its masks.
 QUAD_BYTES = QUAD * (COLUMN_BITS // 8 + 1)
 _COLUMN_BYTES = QUAD * COLUMN_BITS // 8
 #: Largest number of source nodes, because a vector stores its column in COLUMN_BITS bits.
 MOST_COLUMNS = 1 << COLUMN_BITS
-#: Whole blocks are stored if they take at most this share of the bytes of CSR with 16-bit values ...
+#: Windows are padded to whole blocks if these take at most this share of the bytes of CSR with 16-bit values.
 _SHARE_OF_CSR = 0.6
-#: ... or at most this many times the bytes of whole quads.
+#: They are also padded to whole blocks if these take at most this number of times the bytes of whole quads.
 _BLOCKS_OVER_QUADS = 1.2
-#: Quads after the last one that kernels may read (and ignore) when they read ahead.
+#: Number of quads after the last quad that kernels may read when they read ahead. They ignore the content.
 _OVERREAD = 16
 #: Largest number of quads: kernels count them in 32 bits, including those that they read ahead.
 _MOST_QUADS = 2**31 - 1 - _OVERREAD
@@ -41,8 +41,8 @@ class Bsb:
 
     The rows are grouped into windows of 8. If a column has an entry in some row of a window, it is a
     *non-zero vector* of the window: a column index, and a mask whose bit r says whether row r has an entry.
-    Vectors of a window are stored by ascending column, four per *quad*; the last quad is padded with vectors
-    of mask 0. An edge that occurs twice starts a second vector of the same column.
+    The vectors of a window are sorted by column and stored in groups of four, the *quads*; the last quad is
+    padded with vectors of mask 0. An edge that occurs twice starts a second vector of the same column.
 
     The kernels read a window in *blocks* of up to four quads, that is, 16 vectors. If padding costs little,
     windows are padded to whole blocks, so that all blocks start at multiples of 64 bytes. Otherwise the last
@@ -50,10 +50,11 @@ class Bsb:
 
     Attributes:
         shape: (num_dst, num_src).
-        window_ptr: range of quads of every window, int32 (num_windows + 1,).
+        window_ptr: window i has the quads ``window_ptr[i]`` to ``window_ptr[i + 1] - 1``, int32
+            (num_windows + 1,).
         quad: uint8 (num_quads, 16): the columns of 4 vectors, 3 bytes each, low byte first, then the 4
-            masks. Padding repeats the first column of its quad or block, with mask 0.
-        window_row: rows of every window, int32 (num_windows, 8), -1 for no row; None: consecutive rows.
+            masks. A padding vector has mask 0, and the first column of its quad or block.
+        window_row: rows of every window, int32 (num_windows, 8), padded with -1; None: consecutive rows.
         num_vectors: number of non-zero vectors, without padding.
         num_blocks: number of blocks of all windows.
     """
@@ -97,11 +98,11 @@ class Bsb:
         """Converts a CSR structure.
 
         Args:
-            row: int32 (num_edges,), ascending.
-            col: int32 (num_edges,).
+            row: row of every entry, int32 (num_edges,), ascending.
+            col: column of every entry, int32 (num_edges,).
             shape: (num_dst, num_src).
-            window_row: rows of every window, a permutation of the rows padded with -1; None: consecutive
-                rows.
+            window_row: rows of every window, int32 (num_windows, 8), a permutation of the rows padded with
+                -1; None: consecutive rows.
 
         Raises:
             ValueError: there are too many sources for the 24 bits of a column, or too many vectors.
@@ -112,8 +113,8 @@ class Bsb:
         num_vectors = head_entry.numel() - 1
         num_windows = window_entry.numel() - 1
 
-        # A mask is the sum of its bits, taken as the difference of two running sums. These may overflow; the
-        # difference is still right.
+        # A mask is the sum of its bits, computed as the difference of two running sums. The sums may
+        # overflow, but their difference modulo 256 is still right.
         bits_through = torch.cumsum(1 << (entry & (HEIGHT - 1)), 0, dtype=torch.uint8)
         mask = bits_through[head_entry[1:] - 1]
         mask = torch.diff(mask, prepend=mask.new_zeros(1)).int() << COLUMN_BITS
@@ -129,7 +130,7 @@ class Bsb:
             raise ValueError(
                 f"binary sparse blocks: expected at most {_MOST_QUADS} quads of vectors, got {num_quads}"
             )
-        # The zeros after the last vector may be read by the last window.
+        # The last window may read the zeros after the last vector.
         packed = entry.new_zeros(num_vectors + together)
         torch.bitwise_or(entry[head_entry[:-1]] // HEIGHT, mask, out=packed[:num_vectors])
         del bits_through, mask, entry
@@ -146,8 +147,8 @@ class Bsb:
         group = vector[:num_quads].view(num_groups, together)
         torch.take(packed, place, out=group)
         del packed, place
-        # The last group of a window also contains vectors of the next window. They are replaced by a column
-        # that is read anyway, because a cached load is cheaper than a predicate.
+        # The last group of a window also contains vectors of the next window. They are replaced by vectors of
+        # mask 0 with the first column of the group: loading cached features is cheaper than a predicate.
         window = torch.nonzero(groups).flatten()
         last = first_group[window + 1] - 1
         stored = vectors[window] - together * (groups[window] - 1)
@@ -162,16 +163,16 @@ class Bsb:
         return cls(shape, window_ptr, quad[:num_quads], window_row, num_vectors, num_blocks)
 
     def entry_order(self, row: Tensor, col: Tensor) -> Tensor:
-        """Position in the CSR structure of every entry, (num_edges,), ordered by quad, vector, row.
+        """Position of every entry in the CSR structure; entries are sorted by quad, vector and row.
 
-        Only products with edge values need this order. It takes another sort.
+        Only products with edge values need these positions, which take another sort.
 
         Args:
-            row: the argument of :meth:`from_csr`.
-            col: the argument of :meth:`from_csr`.
+            row: as in :meth:`from_csr`.
+            col: as in :meth:`from_csr`.
 
         Returns:
-            The positions, int32 if they fit, else int64.
+            The positions (num_edges,), int32 if they fit, else int64.
         """
         place = row
         if self.window_row is not None:
@@ -195,7 +196,10 @@ class Bsb:
         return count.cumsum(0) - count
 
     def dense_place(self) -> Tensor:
-        """Place of every entry among (num_vectors, 8) values, int64 (num_edges,), by quad, vector, row."""
+        """Position of every entry in the flattened values (num_vectors, 8), int64 (num_edges,).
+
+        Entries are sorted by quad, vector and row.
+        """
         vector, bit = self.bits()
         number = (self.mask.flatten() != 0).cumsum(0) - 1
         return number[vector] * HEIGHT + bit
@@ -212,7 +216,10 @@ class Bsb:
         return dense.index_put_((row, column), dense.new_ones(()), accumulate=True)
 
     def bits(self) -> tuple[Tensor, Tensor]:
-        """Vector and row in the window of every entry, int64 (num_edges,), by quad, vector, row."""
+        """Number of every entry's vector (counting padding) and row in the window, int64 (num_edges,) each.
+
+        Entries are sorted by quad, vector and row.
+        """
         row = torch.arange(HEIGHT, dtype=torch.uint8, device=self.quad.device)
         vector, bit = torch.nonzero((self.mask.reshape(-1, 1) >> row) & 1, as_tuple=True)
         return vector, bit
@@ -228,16 +235,19 @@ class Bsb:
 
 
 def vectors_together(num_quads: int, num_blocks: int, num_dst: int, num_edges: int) -> int:
-    """Chooses how windows are padded: to a multiple of 16 vectors (a block) or of 4 (a quad).
+    """Chooses to pad windows to a multiple of 16 vectors (a block) or of 4 vectors (a quad).
 
-    A block whose 64 bytes are in one cache line is read faster, but padding multiplies the size of a window
-    with few vectors.
+    Kernels read a block faster if its 64 bytes are in one cache line, but padding to blocks multiplies the
+    size of windows with few vectors.
 
     Args:
         num_quads: number of quads of all windows.
         num_blocks: number of blocks of all windows.
         num_dst: number of rows.
         num_edges: number of entries.
+
+    Returns:
+        16 or 4.
     """
     of_blocks, of_quads = num_blocks * BLOCK // QUAD * QUAD_BYTES, num_quads * QUAD_BYTES
     of_csr = 4 * (num_dst + 1) + 6 * num_edges
@@ -261,7 +271,7 @@ def sort_vectors(
 
     Args:
         place: position of every entry's row in the order of the windows, int32 (num_edges,).
-        col: int32 (num_edges,).
+        col: column of every entry, int32 (num_edges,).
         shape: (number of positions, num_src).
         height: number of rows per window.
 
@@ -277,7 +287,7 @@ def sort_vectors(
     window, entry = _window_and_entry(place, col, shape[1], height)
     window_entry, entry = compress_pairs(window, entry, num_windows, height * shape[1])
     del window
-    # A vector starts where the window or the column changes, and where an entry repeats the one before.
+    # A vector starts where the window or the column changes, and where an entry equals the previous entry.
     change = entry[1:] ^ entry[:-1]
     head = torch.ones(entry.numel() + 1, dtype=torch.bool, device=entry.device)
     torch.logical_or(change == 0, change >= height, out=head[1:-1])

@@ -1,4 +1,4 @@
-"""CBSR: MaxK-GNN's compressed balanced sparse rows (section 3.2), with k kept entries in every row."""
+"""CBSR: MaxK-GNN's compressed balanced sparse rows (section 3.2), with k stored entries in every row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ids_dtype(width: int) -> torch.dtype:
     """Dtype of the column ids for ``width`` columns: uint8 up to 256 columns, uint16 up to 65,536.
 
     Raises:
-        ValueError: the rows are wider.
+        ValueError: ``width`` is more than 65,536.
     """
     if width > MAX_WIDTH:
         raise ValueError(f"width: expected at most {MAX_WIDTH} columns (ids have 16 bits), got {width}")
@@ -52,11 +52,11 @@ class CBSR:
 
     @classmethod
     def from_parts(cls, values: Tensor, ids: Tensor, width: int) -> CBSR:
-        """Makes a CBSR, and checks the arguments.
+        """Makes a CBSR and checks its arguments.
 
         Args:
-            values: (n, k) floating.
-            ids: (n, k) of any integer type, ascending and without repetition in each row.
+            values: (n, k), float64, float32, float16 or bfloat16.
+            ids: column of every value, (n, k), any integer dtype, strictly ascending in each row.
             width: number of columns.
 
         Raises:
@@ -94,8 +94,8 @@ class CBSR:
 
         Raises:
             TypeError: the dtype of the ids does not fit the width.
-            ValueError: shapes or devices differ, a row has no entry or more than ``width`` entries, or its
-                ids are not strictly ascending or not below ``width``.
+            ValueError: shapes or devices differ, k is not from 1 to ``width``, or the ids of a row are not
+                strictly ascending or not below ``width``.
         """
         values, ids, width = self.values, self.ids, self.width
         if ids.dtype != ids_dtype(width):
@@ -142,7 +142,7 @@ class CBSR:
         return self.values.device
 
     def with_values(self, values: Tensor) -> CBSR:
-        """The same columns with other values.
+        """A CBSR with the same columns and other values.
 
         Args:
             values: (n, k), floating.

@@ -12,9 +12,9 @@ from fastsparse_core import _C
 from fastsparse_core.device import device_index, place_of, queue
 
 INT32_MAX = 2**31 - 1
-#: Number of entries that are processed at a time, if all at once would take too much memory.
+#: Number of entries that are processed at a time, if processing all at once would take too much memory.
 _PIECE_ENTRIES = 2**26
-#: Bytes of scratch memory up to which all entries are sorted at once.
+#: All entries are sorted at once if this takes at most this number of bytes of scratch memory.
 _MOST_SCRATCH = 2**32
 
 
@@ -33,7 +33,7 @@ def compress(
         minor: int32 or int64 (num_edges,), contiguous, in [0, num_minor).
         num_major: number of compressed rows.
         num_minor: number of columns, at most 2^31 - 1.
-        out: tensors for the first two results; None: new tensors.
+        out: tensors for the first two results, in their shapes and dtypes; None: new tensors.
 
     Returns:
         ``(major_ptr, minor, order)``: pointers, int64 (num_major + 1,); sorted minor indices, int32
@@ -45,14 +45,15 @@ def compress(
 
 
 def compress_pairs(major: Tensor, minor: Tensor, num_major: int, num_minor: int) -> tuple[Tensor, Tensor]:
-    """Like :func:`compress`, without ``order``, which saves a third to half of the bytes."""
+    """Like :func:`compress`, without ``order``, which saves a third to half of the memory traffic."""
     return _compress(major, minor, num_major, num_minor, None)
 
 
 def sort_rows(major: Tensor, num_major: int) -> tuple[Tensor, Tensor]:
     """Like :func:`compress` without a minor index; returns ``(major_ptr, order)``. The sort is stable.
 
-    On a GPU, ``major`` may contain any numbers: entries outside [0, num_major) follow ``major_ptr[-1]``.
+    On a GPU, ``major`` may contain any numbers. The entries outside of [0, num_major) come last in ``order``,
+    from position ``major_ptr[-1]`` on.
     """
     order = _empty_order(major.numel(), major.device)
     return _compress(major, None, num_major, num_major, order)[0], order
@@ -111,17 +112,17 @@ def _sort_in_pieces(
     order: Tensor | None,
     out: tuple[Tensor, Tensor],
 ) -> None:
-    """Does what :func:`compress` does, but sorts one range of major indices at a time.
+    """Does the same as :func:`compress`, but sorts one range of major indices at a time.
 
-    It reads all edges once for every range of about `_PIECE_ENTRIES` entries. A single sort would need
-    additional memory as large as its input and its result together.
+    For every range of about `_PIECE_ENTRIES` entries, this function reads all edges once. A single sort would
+    need additional memory as large as its input and its result together.
 
     Args:
         parts: function that yields all edges (major, minor) in their order, in pieces.
         num_major: as in :func:`compress`.
         num_minor: as in :func:`compress`.
         order: tensor for the positions of the sorted edges; None: they are not needed.
-        out: tensors for the other two results.
+        out: tensors for ``major_ptr`` and the sorted minor indices.
     """
     major_ptr, minor_out = out
     count = torch.zeros(num_major, dtype=torch.int64, device=major_ptr.device)
@@ -160,7 +161,7 @@ def _empty_rows(num_rows: int, num_edges: int, device: torch.device) -> tuple[Te
 
 
 def _empty_order(num_edges: int, device: torch.device) -> Tensor:
-    """Allocates the position of every edge."""
+    """Allocates memory for the position of every edge: int32 if all positions fit, else int64."""
     return torch.empty(num_edges, dtype=torch.int64 if num_edges > INT32_MAX else torch.int32, device=device)
 
 
@@ -173,7 +174,8 @@ def transpose(rowptr: Tensor, col: Tensor, num_cols: int) -> tuple[Tensor, Tenso
         num_cols: number of columns.
 
     Returns:
-        ``(colptr, row, order)``, in the dtypes of :func:`compress`.
+        ``(colptr, row, order)``: pointers, int64 (num_cols + 1,); rows, int32 (num_edges,); and the previous
+        position of every entry, (num_edges,), int32 if it fits, else int64.
     """
     order = _empty_order(col.numel(), col.device)
     return *_transpose(rowptr, col, num_cols, order), order
@@ -221,12 +223,17 @@ def _transpose(rowptr: Tensor, col: Tensor, num_cols: int, order: Tensor | None)
 
 
 def reverse_entries(rowptr: Tensor, col: Tensor, edge_id: Tensor | None) -> Tensor:
-    """For every entry of a structure that equals its transpose, the id of the reverse entry, without a sort.
+    """Finds the id of the reverse entry (j, i) of every entry (i, j), without a sort.
+
+    The structure must equal its transpose.
 
     Args:
         rowptr: int64 (num_rows + 1,), contiguous, ascending from 0 to the number of entries.
         col: int32 (num_edges,), contiguous, ascending in every row.
-        edge_id: (num_edges,) id of every entry; None: its position.
+        edge_id: id of every entry, int32 or int64 (num_edges,); None: the position of the entry.
+
+    Returns:
+        The ids (num_edges,), in the dtype of ``edge_id``.
     """
     out = _empty_order(col.numel(), col.device) if edge_id is None else torch.empty_like(edge_id)
     device, stream = place_of(col.device)
@@ -245,7 +252,7 @@ def reverse_entries(rowptr: Tensor, col: Tensor, edge_id: Tensor | None) -> Tens
 
 
 def row_pieces(rowptr: Tensor, col: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Yields compressed rows in pieces of some tens of millions of entries.
+    """Yields compressed rows in pieces of about 67 million entries, or more if a row is longer.
 
     Args:
         rowptr: int64 (num_rows + 1,), ascending from 0 to the number of entries.
@@ -266,12 +273,15 @@ def row_pieces(rowptr: Tensor, col: Tensor) -> Iterator[tuple[int, int, Tensor]]
 
 
 def select_rows(rowptr: Tensor, col: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Selects compressed rows; returns their pointers, which start from 0, and columns. Waits for the device.
+    """Selects compressed rows. Waits for the device.
 
     Args:
         rowptr: int32 or int64 (num_rows + 1,).
         col: (num_edges,), on any device.
-        ids: int64 (num_selected,), the rows; on the device of ``rowptr``.
+        ids: numbers of the rows, int64 (num_selected,), on the device of ``rowptr``.
+
+    Returns:
+        Pointers of the selected rows, int64 (num_selected + 1,), starting with 0; and their columns.
     """
     begin = rowptr[ids]
     selected = torch.zeros(ids.numel() + 1, dtype=torch.int64, device=ids.device)

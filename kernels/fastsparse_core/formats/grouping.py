@@ -1,7 +1,7 @@
-"""Row grouping: windows of similar rows instead of consecutive ones, so that fewer vectors cover the edges.
+"""Groups similar rows into windows, in place of consecutive rows, so that fewer vectors cover the edges.
 
-The rows that share a window determine the number of 8x1 vectors (FlashSparse, section 2.3 and table 2). Only
-the format depends on the grouping: features, results and edges keep the caller's order.
+The number of 8x1 vectors depends on which rows share a window (FlashSparse, section 2.3 and table 2).
+Grouping changes only the format: features, results and edges keep the caller's order.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fastsparse_core.formats.compress import compress
 #: How the rows of a window are chosen.
 Method = Literal["auto", "none", "minhash"]
 _METHODS = get_args(Method)
-#: Number of sorted orders in which rows are compared with their neighbours: fewer than there are hashes. The
-#: bits of this number and of a key together are at most 32.
+#: Largest number of sorted orders in which rows are compared with their neighbours; fewer than the number of
+#: hashes. A number of an order and a key together must fit into 32 bits.
 _BANDS = 8
 #: Number of pairs of rows that are compared at a time, which limits the scratch memory (about 30 bytes per
 #: pair).
 _PAIRS = 2**25
-#: Share of the vectors that a grouping must save, because it costs locality and puts heavy rows into the same
-#: windows. On an H200 and 27 graphs, products were faster from this share on.
+#: Smallest share of the vectors that a grouping must save, because grouping costs locality and puts long rows
+#: into the same windows. On an H200 and 27 graphs, products were faster if the grouping saved this share.
 _LEAST_SAVING = 0.1
-#: Number of entries per row below which grouping made products slower, whatever it saved.
+#: With fewer entries per row on average, grouping made products slower, even if it saved many vectors.
 _LEAST_ENTRIES = 8
-#: Windows that are counted to estimate a saving.
+#: Approximate number of windows whose vectors are counted to estimate the share that a grouping saves.
 _SAMPLE = 4096
 _INT32_MAX = 2**31 - 1
 
@@ -65,27 +65,27 @@ def check_method(method: str) -> None:
 def group_rows(adj: Rows, method: Method = "minhash") -> Tensor | None:
     """Groups rows with many common columns into windows.
 
-    This is min-wise hashing. The signature of a row consists of the minima of 16 hashes over its columns. The
-    share of equal entries in two signatures estimates the Jaccard similarity of the rows' columns. If rows
-    are sorted by one hash, similar rows are often near each other. So every row is compared with its
-    neighbours in several sorted orders, and linked to the most similar one. Trees of links are clusters.
-    Clusters are sorted by the smallest hashes of their members, or by their first rows if the links show that
-    similar rows are near each other already.
+    The method is min-wise hashing. The signature of a row consists of the minima of 16 hashes over its
+    columns. The share of equal entries in two signatures estimates the Jaccard similarity of the rows'
+    columns. If rows are sorted by one hash, similar rows are often near each other. So every row is compared
+    with its neighbours in several sorted orders, and linked to the most similar neighbour. The connected rows
+    form clusters. Clusters are sorted by the smallest hashes of their members, or by their first rows if the
+    links show that similar rows are near each other already.
 
-    It takes one pass over the edges (a minimum of 16 features) and sorts of at most ``num_edges`` keys. The
-    result is deterministic and the same on every device.
+    Grouping takes one pass over the edges (as a minimum over 16 features would) and sorts of at most
+    ``num_edges`` keys. The result is deterministic and the same on every device.
 
     Args:
         adj: the structure; it may be rectangular and have repeated edges.
-        method: ``"none"`` keeps the natural order, ``"auto"`` keeps it unless :func:`choose_grouping` decides
-            otherwise.
+        method: ``"minhash"`` groups rows. ``"none"`` keeps the natural order. ``"auto"`` groups rows if
+            :func:`choose_grouping` expects faster products.
 
     Returns:
         Rows of every window, int32 (num_windows, 8): a permutation of the rows, with rows without edges last,
         padded with -1. None: the natural order.
 
     Raises:
-        ValueError: an unknown method.
+        ValueError: ``method`` is unknown.
     """
     check_method(method)
     if method == "none":
@@ -104,10 +104,10 @@ def group_rows(adj: Rows, method: Method = "minhash") -> Tensor | None:
 
 
 def choose_grouping(adj: Rows) -> Tensor | None:
-    """The grouping by min-hash if products are faster with it, else None for the natural order.
+    """Returns the grouping by min-hash if it should make products faster, otherwise None (natural order).
 
-    They are faster if rows have on average 8 entries or more, and grouping saves at least 10 % of the
-    vectors. In large structures, vectors are counted in a sample of about 4096 windows.
+    Products should be faster if rows have on average 8 entries or more, and grouping saves at least 10 % of
+    the vectors. In large structures, vectors are counted in a sample of about 4096 windows.
     """
     if adj.num_edges < _LEAST_ENTRIES * max(adj.num_dst, 1):
         return None
@@ -115,7 +115,7 @@ def choose_grouping(adj: Rows) -> Tensor | None:
     stride = max(1, adj.num_dst // HEIGHT // _SAMPLE)
     place, col, num_places = _sample(adj, None, stride)
     grouped_place, grouped_col, num_grouped_places = _sample(adj, window_row, stride)
-    # One sort for both: the grouped windows follow the natural ones.
+    # One sort for both: the grouped windows follow the windows in natural order.
     first = -(-num_places // HEIGHT) * HEIGHT
     place, col = torch.cat([place, grouped_place + first]), torch.cat([col, grouped_col])
     _, _, head_entry = sort_vectors(place, col, (first + num_grouped_places, adj.num_src), HEIGHT)
@@ -130,12 +130,12 @@ def choose_grouping(adj: Rows) -> Tensor | None:
 def vectors_per_window(adj: Rows, window_row: Tensor | None = None, *, height: int = HEIGHT) -> Tensor:
     """Number of non-zero vectors of every window, int64 (num_windows,), without building blocks.
 
-    A repeated edge needs a vector of its own.
+    Every repetition of an edge counts as another vector.
 
     Args:
         adj: the structure.
         window_row: result of :func:`group_rows`; None: consecutive rows.
-        height: number of rows per window; 16 joins pairs of a grouping's windows.
+        height: number of rows per window. 16 joins two consecutive windows of ``window_row``.
     """
     row = adj.row_once()
     place = row if window_row is None else place_of_row(window_row, adj.num_dst).index_select(0, row)
@@ -144,7 +144,12 @@ def vectors_per_window(adj: Rows, window_row: Tensor | None = None, *, height: i
 
 
 def _sample(adj: Rows, window_row: Tensor | None, stride: int) -> tuple[Tensor, Tensor, int]:
-    """Position of the row, and column, of every entry in each ``stride``-th window; number of positions."""
+    """Selects the entries of every ``stride``-th window.
+
+    Returns:
+        Position of every entry's row among the rows of the selected windows, int32; column of every entry,
+        int32; number of positions.
+    """
     if window_row is None:
         if stride == 1:
             return adj.row_once(), adj.col, adj.num_dst
@@ -152,7 +157,7 @@ def _sample(adj: Rows, window_row: Tensor | None, stride: int) -> tuple[Tensor, 
     if stride == 1:
         return place_of_row(window_row, adj.num_dst).index_select(0, adj.row_once()), adj.col, adj.num_dst
     rows = window_row.reshape(-1, HEIGHT)[::stride].flatten()
-    # Only the last window has padding (-1), so the places of other windows do not move.
+    # Only the last window has padding (-1), so removing it does not move the rows of other windows.
     rows = rows[rows >= 0]
     length = adj.in_degree()[rows]
     end = length.cumsum(0)
@@ -164,10 +169,11 @@ def _sample(adj: Rows, window_row: Tensor | None, stride: int) -> tuple[Tensor, 
 
 
 def _similar_order(adj: Rows) -> Tensor:
-    """The rows by cluster, int32 (num_dst,)."""
+    """The rows, sorted so that the rows of a cluster are consecutive, int32 (num_dst,)."""
     num_rows, device = adj.num_dst, adj.device
     index = device_index(device)
-    # A row of few entries has few different minima, so the sorts take time in proportion to the edges.
+    # A row of few entries has few different minima. With fewer bands for short rows, the sorts take time in
+    # proportion to the number of edges.
     bands = min(max(adj.num_edges // max(num_rows, 1), 3), _BANDS)
     column_bits = max((adj.num_src - 1).bit_length(), 1)
     signature = torch.empty(num_rows, _C.HASHES, dtype=torch.uint8, device=device)
@@ -207,8 +213,8 @@ def _similar_order(adj: Rows) -> Tensor:
         device=index,
         queue=queue(index),
     )
-    # Sorts rows by cluster, and within a cluster by hash; in natural order if similar rows are already near
-    # each other.
+    # Sorts rows by cluster. Within a cluster, rows are sorted by hash, or by number if most linked rows are
+    # already near each other.
     num_linked, num_near = counts
     row = torch.arange(num_rows, dtype=torch.int32, device=device)
     key = torch.where(2 * num_near > num_linked, row, keys[0])

@@ -1,7 +1,7 @@
 """Work lists that divide each row: multiples of 64 entries for tensor cores, the rest for CUDA cores.
 
-HR-SpMM, section 4.1, in time linear in the number of rows. On CUDA, two kernels make the list, and the host
-does not wait for them. On other devices, PyTorch makes the same list.
+The method is that of HR-SpMM (section 4.1), in time linear in the number of rows. On CUDA, two kernels make
+the list, and the host does not wait for them. On other devices, PyTorch's operators make the same list.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LONGEST = 256
 class HybridRows:
     """Work list: the long items in the order of rows, then one short item per row.
 
-    A row of n entries has ceil(floor(n / 64) / 4) long items of 256 entries (the last may have 64, 128
-    or 192), and a short item of n % 64 entries. An empty row has a short item, so that its result
-    is written. A row with several items has as many slots for partial results, as in `RowSplit`; the last
-    slot belongs to the short item.
+    A row of n entries has ceil(floor(n / 64) / 4) long items of 256 entries (the last may have 64, 128 or
+    192), and, if n % 64 is not 0, a short item of n % 64 entries. An empty row has a short item, so that its
+    result is written. Each item of a row with several items has a slot for its partial result, as in
+    `RowSplit`; the short item has the last slot.
 
     The numbers of long items, split rows and slots are computed on the device. The host does not wait for
     them: tensors have their largest possible length, and the numbers are read at their first use.
@@ -51,11 +51,11 @@ class HybridRows:
 
     @classmethod
     def from_rowptr(cls, rowptr: Tensor, num_entries: int) -> HybridRows:
-        """Cuts rows.
+        """Cuts rows into items.
 
         Args:
-            rowptr: int64 (num_rows + 1,).
-            num_entries: ``rowptr[-1]``.
+            rowptr: row pointers, int64 (num_rows + 1,).
+            num_entries: value of ``rowptr[-1]``, so that the host need not read it.
         """
         num_rows = rowptr.numel() - 1
         # A long item has at least 64 entries, and only the last item of a row may have fewer than 256.
@@ -74,7 +74,10 @@ class HybridRows:
 
     @property
     def num_long(self) -> int:
-        """Number of long items. The first read of this or the next two numbers waits for the device."""
+        """Number of long items.
+
+        The first read of `num_long`, `num_split_rows` or `num_slots` waits for the device.
+        """
         return self._numbers[0]
 
     @property
@@ -84,11 +87,11 @@ class HybridRows:
 
     @property
     def num_slots(self) -> int:
-        """Number of partial results."""
+        """Number of slots for partial results."""
         return self._numbers[2]
 
     def row_split(self) -> RowSplit:
-        """The list as a `RowSplit`, with all ``slices`` and the defined part of the other tensors."""
+        """The list as a `RowSplit`: ``slices`` in full length, and the defined part of the other tensors."""
         count = self.num_split_rows
         return RowSplit(self.slices, self.split_row[:count], self.split_ptr[: count + 1], self.num_slots)
 
@@ -103,7 +106,7 @@ class HybridRows:
 
 
 def _fill_on_cuda(rowptr: Tensor, slices: Tensor, split_row: Tensor, split_ptr: Tensor) -> Tensor:
-    """Writes the list; returns the totals."""
+    """Writes the list with CUDA kernels; returns ``totals`` of `HybridRows`."""
     num_rows = rowptr.numel() - 1
     counts = rowptr.new_empty(_C.num_hybrid_rows_counts(num_rows=num_rows), 3, dtype=torch.int32)
     device, queue = place_of(rowptr.device)

@@ -1,4 +1,4 @@
-"""Sorts an index into segments on a GPU. The host reads facts about it without waiting for later kernels."""
+"""Sorts an index into segments on a GPU. The host can read sizes of the result while later kernels run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastsparse_core.formats.row_split import RowSplit
 
 
 class SortedIndex(NamedTuple):
-    """Facts about a sorted index that the host has read.
+    """Facts about a sorted index that the host has read from the device.
 
     Attributes:
         row_split: work list of the segments.
-        descends: whether the index was not sorted in ascending order.
-        num_entries: number of its entries that are segments, from 0 to ``num_segments - 1``.
+        descends: True if the index was not in ascending order before the sort.
+        num_entries: number of entries from 0 to ``num_segments - 1``; the other entries are invalid.
     """
 
     row_split: RowSplit
@@ -30,12 +30,13 @@ class IndexSort:
     """An index that is being sorted.
 
     Attributes:
-        rowptr: range of entries of every segment, int64 (num_segments + 1,).
-        order: position of every sorted entry in the index, int32 (num_rows,); entries that are not segments
-            come last.
+        rowptr: segment i has the sorted entries ``rowptr[i]`` to ``rowptr[i + 1] - 1``, int64
+            (num_segments + 1,).
+        order: position of every sorted entry in the index, int32 (num_rows,); entries outside of 0 to
+            ``num_segments - 1`` come last.
         workspace: work list of the segments, with memory for the largest possible number of slices and cut
             segments.
-        facts_address: address of the actual numbers on the device.
+        facts_address: address on the device of the actual numbers, which :meth:`wait` reads.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class IndexSort:
         self._facts, self._sort = facts, sort
 
     def wait(self) -> SortedIndex:
-        """Waits for the device, but not for what was launched after the sort."""
+        """Waits for the sort, but not for kernels that were launched after the sort; returns the facts."""
         num_cut, num_slots, descends, num_entries = self._sort.facts()
         num_slices = self.rowptr.numel() - 1 - num_cut + num_slots
         workspace = self.workspace
@@ -63,7 +64,7 @@ def sort_index(index: Tensor, num_segments: int, longest: int) -> IndexSort:
     """Starts a stable sort of an index on its GPU. The index may contain any numbers.
 
     Args:
-        index: int32 or int64 (num_rows,), contiguous, 1 to 2^31 - 1 rows.
+        index: int32 or int64 (num_rows,), contiguous, on a GPU; num_rows is 1 to 2^31 - 1.
         num_segments: number of segments, 1 to 2^31 - 1.
         longest: largest number of entries per slice, a power of two.
     """

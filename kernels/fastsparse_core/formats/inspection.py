@@ -15,7 +15,7 @@ from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 
 #: Number of facts that the kernels write. EdgeFact in kernels/include/fastsparse/views.h lists them.
 NUM_FACTS = 11
-#: Number of edges and rows up to which one launch inspects and sorts the edges, without a radix sort.
+#: One launch inspects and sorts the edges, without a radix sort, up to this number of edges and of rows.
 FEW_EDGES = _C.FEW_EDGES
 #: Positions of additional facts about sorted edges: SortFact in kernels/include/fastsparse/sort_edges.h.
 _IS_SORTED, _NUM_SLICES, _NUM_SLOTS, _NUM_SPLIT_ROWS = range(NUM_FACTS, NUM_FACTS + 4)
@@ -23,27 +23,28 @@ _SIGNED_TO_UNSIGNED = 2**64
 
 
 class Inspection(NamedTuple):
-    """Facts about edges or compressed rows, and tensors of their structure, which are valid for sorted edges.
+    """Facts about edges or compressed rows, and tensors of the structure that they make if they are sorted.
 
     Attributes:
         rowptr: row pointers, int64 (num_rows + 1,); for edges, undefined if `rows_descend`.
         col: columns, int32 (num_edges,), undefined if some are out of range.
-        inv_degree: as `Adjacency.inv_degree`, float32 (num_rows,).
-        most_row: largest row as an unsigned number, so that negative rows count as too large.
-        most_col: largest column, likewise as an unsigned number.
-        most_edge_id: largest edge id, likewise as an unsigned number.
-        rows_descend: whether the rows of the edges, or the pointers of compressed rows, do not ascend.
-        cols_descend: whether the columns of some row do not ascend.
-        checksum: for square structures given as edges: 0 if the structure equals its transpose. If it does
-            not, the checksum is 0 with a probability of 2^-64.
-        has_empty_rows: whether some row has no entry.
+        inv_degree: inverse degrees as in `Adjacency.inv_degree`, float32 (num_rows,).
+        most_row: largest row, read as an unsigned number, so that negative rows are too large.
+        most_col: largest column, read as an unsigned number.
+        most_edge_id: largest edge id, read as an unsigned number.
+        rows_descend: True if the rows of the edges, or the pointers of compressed rows, do not ascend.
+        cols_descend: True if the columns of some row do not ascend.
+        checksum: for edges of square structures: 0 if the structure equals its transpose. If it does not, the
+            checksum is 0 with a probability of 2^-64.
+        has_empty_rows: True if some row has no entry.
         ends: first and last row pointer.
-        has_loops: for square structures given as edges: whether some edge is a loop.
-        row_split: on CUDA, the work list of rows in row order. None if some row is longer than a slice,
-            unless `sort_edges` made it.
-        order: position of each entry in the edges, (num_edges,), if `sort_edges` sorted them; else None.
-        inv_sqrt_degree: from `sort_edges` only: as `Adjacency.inv_sqrt_degree` of the structure with one more
-            loop per node, float32 (num_rows,).
+        has_loops: for edges of square structures: True if some edge is a loop.
+        row_split: on CUDA, the work list of rows in row order. None if some row is longer than a slice; but
+            `sort_edges` also makes the work list of such rows.
+        order: if `sort_edges` sorted the edges, the position of each entry among the edges, int32
+            (num_edges,); otherwise None.
+        inv_sqrt_degree: only from `sort_edges`: `Adjacency.inv_sqrt_degree` with one more loop per node,
+            float32 (num_rows,).
     """
 
     rowptr: Tensor
@@ -64,7 +65,7 @@ class Inspection(NamedTuple):
 
 
 class IndexFacts(NamedTuple):
-    """Result of `inspect_indices`; the fields are those of `Inspection`."""
+    """Result of `inspect_indices`; `Inspection` describes the fields."""
 
     most_row: int
     most_col: int
@@ -74,18 +75,18 @@ class IndexFacts(NamedTuple):
 
 
 def inspect_indices(row: Tensor, col: Tensor, *, square: bool) -> IndexFacts:
-    """Inspects edges from which no structure is built: only computes facts, no pointers or columns.
+    """Computes facts about edges, but no row pointers or columns of their structure.
 
     Args:
         row: int32 or int64 (num_edges,), contiguous.
         col: like ``row``.
-        square: whether there are as many columns as rows.
+        square: True if the structure has as many columns as rows.
     """
     check_content("edges", row, col)
     num_edges, index = row.numel(), device_index(row.device)
     if num_edges == 0:
         return IndexFacts(0, 0, 0)
-    # For 0 rows, the kernel writes one pointer: here, after the facts.
+    # For 0 rows, the kernel still writes one row pointer. It is written after the facts and ignored.
     workspace = torch.empty(NUM_FACTS + 1, dtype=torch.int64, device=row.device) if index >= 0 else None
     facts = 0 if workspace is None else workspace.data_ptr()
     words = _C.inspect(
@@ -142,10 +143,10 @@ def inspect_edges(row: Tensor, col: Tensor, num_rows: int, longest: int, *, squa
         col: like ``row``.
         num_rows: number of rows.
         longest: largest number of entries per slice, for `Inspection.row_split`.
-        square: whether there are as many columns as rows.
+        square: True if the structure has as many columns as rows.
     """
-    # An empty tensor has no address, and an address means that pointers are given; without edges, all of them
-    # are 0.
+    # For an address of edges, the kernel computes the pointers; empty tensors have none, so the kernel reads
+    # the pointers, which are all 0.
     rowptr = (torch.empty if row.numel() else torch.zeros)(num_rows + 1, dtype=torch.int64, device=row.device)
     return _inspect(row, col, None, rowptr, longest, square)
 
@@ -160,7 +161,7 @@ def inspect_rows(
         col: int32 or int64 (num_edges,), contiguous.
         edge_id: int32 or int64 (num_edges,), contiguous, or None.
         longest: largest number of entries per slice, for `Inspection.row_split`.
-        copy: whether `Inspection.col` is a new tensor even if ``col`` is int32.
+        copy: if True, `Inspection.col` is a new tensor even if ``col`` is int32.
     """
     return _inspect(None, col, edge_id, rowptr, longest, False, copy)
 
@@ -178,7 +179,7 @@ def _inspect(
     is_copied = copy or col.dtype != torch.int32
     col_out = torch.empty(col.numel(), dtype=torch.int32, device=device) if is_copied else col
     inv_degree = _empty_for_autograd(num_rows, device)
-    check_content("edges", row, col, edge_id, rowptr, col_out)  # a mode may give fake memory to real edges
+    check_content("edges", row, col, edge_id, rowptr, col_out)  # a mode may make fake outputs for real edges
     index = device_index(device)
     # Two words per row for its slice, then space for the facts.
     rows = num_rows + (NUM_FACTS + 1) // 2
@@ -208,9 +209,9 @@ def _inspect(
 def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -> Inspection:
     """Inspects 1 to `FEW_EDGES` edges as `inspect_edges` does, and sorts them if needed.
 
-    It sorts them by row and column, unless their rows ascend already. On CUDA, edges with very long rows are
-    not sorted: :func:`fastsparse_core.formats.compress.compress` must sort them, and `Inspection.col` is
-    undefined.
+    The edges are sorted by row and column, unless their rows ascend already. On CUDA, edges with very long
+    rows are not sorted: the caller must sort them with :func:`fastsparse_core.formats.compress.compress`, and
+    `Inspection.col` is undefined.
 
     Args:
         row: int32 or int64 (num_edges,), contiguous.
@@ -219,7 +220,7 @@ def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -
         longest: largest number of entries per slice, for `Inspection.row_split`.
 
     Returns:
-        The facts. `rowptr`, `inv_degree` and `row_split` are always those of the sorted edges.
+        The facts. `rowptr`, `inv_degree` and `row_split` always describe the sorted edges.
     """
     device, num_rows, num_edges = row.device, shape[0], row.numel()
     rowptr = torch.empty(num_rows + 1, dtype=torch.int64, device=device)
@@ -294,7 +295,7 @@ def _found(
 
 
 def _empty_for_autograd(length: int, device: torch.device) -> Tensor:
-    """Allocates float32 numbers outside of inference mode, because autograd may need them later."""
+    """Allocates float32 (length,) outside of inference mode, because autograd may use the tensor later."""
     if not torch.is_inference_mode_enabled():
         return torch.empty(length, dtype=torch.float32, device=device)
     with torch.inference_mode(False):

@@ -1,8 +1,9 @@
 """Row panels: the entries of many rows at a time, sorted by source, for sums over destinations.
 
-A kernel adds everything that a window contributes to a source's result in one addition to memory. So taller
-windows need fewer additions. Windows of :mod:`fastsparse_core.formats.bsb` have 8 rows because of the tensor
-cores; windows of row panels have as many rows as fit into shared memory with their features.
+For each source, a kernel first sums the contributions of all rows of a window, and then adds the sum to the
+source's result in memory. So taller windows need fewer additions to memory. Windows of
+:mod:`fastsparse_core.formats.bsb` have 8 rows because of the tensor cores; windows of row panels have as many
+rows as fit into shared memory with their features.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _SOLE = -(2**31)
 
 
 class PanelLayout(NamedTuple):
-    """Sizes of the parts of a structure; `fastsparse_core.policy.panel_layout` chooses them.
+    """Sizes of the windows, blocks and slices; `fastsparse_core.policy.panel_layout` chooses them.
 
     Attributes:
         height: number of rows per window, at most `HEIGHT`.
-        num_blocks: number of blocks of consecutive sources. All windows are processed for one block before
+        num_blocks: number of blocks of consecutive sources. Kernels process all windows for one block before
             the next block, so that the block's results stay in the cache. The entries of a window in a block
             are a segment.
-        strip: number of entries that are summed together, from the start of a segment on; a power of two.
+        strip: number of consecutive entries of a segment that are summed together; a power of two.
         longest: largest number of entries in a slice of a segment, a multiple of ``strip``.
     """
 
@@ -43,13 +44,14 @@ class RowPanels(NamedTuple):
     """A structure of shape (num_dst, num_src) in windows of consecutive rows.
 
     Attributes:
-        entry: ``64 * source + row in the window`` of every entry, int32 (num_edges,), by window, source and
-            row. The highest bit says that the strip has all entries of the source, so its sum is the result.
-        other_source: all other sources, int32, ascending: those without this bit, and those without entries.
-            Their results must start from 0.
-        slices: int64 (num_slices, 2), the segments cut into slices, block by block, packed as in `RowSplit`;
+        entry: ``64 * source + row in the window`` of every entry, int32 (num_edges,), sorted by segment,
+            source and row. The highest bit is set if one strip has all entries of the source: then the
+            strip's sum is the source's result.
+        other_source: sources without this bit, including sources without entries, int32, ascending. The
+            caller must set their results to 0 before kernels add to them.
+        slices: the segments cut into slices, block by block, int64 (num_slices, 2), packed as in `RowSplit`;
             the target is always the window.
-        layout: sizes of the parts.
+        layout: sizes of the windows, blocks and slices.
     """
 
     entry: Tensor
@@ -62,10 +64,10 @@ class RowPanels(NamedTuple):
         """Converts a CSR structure.
 
         Args:
-            row: int32 (num_edges,), ascending.
-            col: int32 (num_edges,).
+            row: row of every entry, int32 (num_edges,), ascending.
+            col: column of every entry, int32 (num_edges,).
             shape: (num_dst, num_src).
-            layout: how to cut it.
+            layout: sizes of the windows, blocks and slices.
 
         Raises:
             ValueError: there are too many sources for an entry's 31 bits.
@@ -83,7 +85,8 @@ class RowPanels(NamedTuple):
             segment = block.add_(segment, alpha=num_blocks)
         segment_ptr, entry = compress_pairs(segment, entry, num_windows * num_blocks, HEIGHT * shape[1])
 
-        # A source has only one sum if the strip or the source changes only once among its entries.
+        # `first` marks the entries at which a strip or a source begins. A source with one such entry has only
+        # one sum.
         first = torch.ones(col.numel(), dtype=torch.bool, device=col.device)
         torch.ge(entry[1:] ^ entry[:-1], HEIGHT, out=first[1:])
         first[_cut(segment_ptr, strip)[1]] = True
@@ -95,10 +98,10 @@ class RowPanels(NamedTuple):
 
     @staticmethod
     def entry_order(row: Tensor, col: Tensor, shape: tuple[int, int], height: int) -> Tensor:
-        """Position in the CSR structure of every entry, (num_edges,), int32 if it fits, else int64.
+        """Position of every entry in the CSR structure, (num_edges,), int32 if it fits, else int64.
 
-        Only products with edge values need this order. It takes another sort, and is the same for all layouts
-        with this height.
+        Only products with edge values need these positions, which take another sort. The entries are sorted
+        by window, source and row, which is the order of all layouts with this height.
         """
         pairs = _window_and_entry(row, col, height)
         return compress(*pairs, -(-shape[0] // height), HEIGHT * shape[1])[2]
@@ -109,7 +112,7 @@ def _window_and_entry(row: Tensor, col: Tensor, height: int) -> tuple[Tensor, Te
 
 
 def _cut(segment_ptr: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Cuts segments into pieces of ``longest`` entries; returns segment and first entry of every piece."""
+    """Cuts segments into pieces of at most ``longest`` entries; returns their segments and first entries."""
     per_segment = (segment_ptr.diff() + (longest - 1)) // longest
     end = per_segment.cumsum(0)
     num_pieces = int(end[-1]) if end.numel() else 0
@@ -124,7 +127,7 @@ def _slices(segment_ptr: Tensor, num_blocks: int, longest: int) -> Tensor:
     """Slices of the segments, block by block: in a block, long slices first, then by window."""
     segment, begin = _cut(segment_ptr, longest)
     length = (segment_ptr[segment + 1] - begin).clamp_(max=longest)
-    # floor(log2(length)) + 1, less than 32: slices of one bucket differ in length by less than two.
+    # floor(log2(length)) + 1, less than 32: the lengths of slices in one bucket differ by a factor below two.
     bucket = torch.frexp(length.float()).exponent
     order = torch.sort(segment % num_blocks * 32 - bucket, stable=True).indices
     slices = torch.empty(order.numel(), 2, dtype=torch.int64, device=order.device)

@@ -1,8 +1,8 @@
 """Cuts the rows of a CSR structure into slices of bounded length, long slices first.
 
-One group of lanes computes one slice, so the longest slice limits how long the grid waits for a single row.
-Slices of similar length are neighbours, because a warp computes several slices. Slices of similar length are
-in row order, because neighbouring rows share columns, and so cache lines, on most graphs.
+One group of lanes computes one slice, so bounded slices keep the grid from waiting for a single long row.
+Slices are sorted by length, because a warp computes several neighbouring slices at once. Slices of similar
+length are in row order, because neighbouring rows share columns, and so cache lines, on most graphs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 
-#: Slices of at least this length are long. It is a power of two, so that long slices come before all others.
-#: A warp may handle several of the other slices (kShortGroupEntries in views.h).
+#: Slices of at least this number of entries are long. It is a power of two, so that long slices come before
+#: all others. A warp may compute several of the shorter slices (kShortGroupEntries in views.h).
 LONG = 8
-#: Slices of at least this length keep all lanes of a warp busy. It is a power of two for the same reason as
-#: LONG.
+#: Slices of at least this number of entries keep all lanes of a warp busy. It is a power of two, so that
+#: these slices come before all others.
 LONGEST = 32
 
 
@@ -30,10 +30,10 @@ class RowSplit:
 
     Attributes:
         slices: int64 (num_slices, 2). Word 0 is the first entry. Word 1 packs two int32: the number of
-            entries, and the target. A target >= 0 is a row that has only this slice. A target < 0 is
-            ``~slot``, with the slot of the slice's partial result.
+            entries, and the target. A target >= 0 is the row, which has only this slice. A target < 0 is
+            ``~slot``, where slot is the number of the slice's partial result.
         split_row: the rows with several slices, int32 (num_split_rows,).
-        split_ptr: ranges of slots of these rows, int64 (num_split_rows + 1,).
+        split_ptr: range of slots of each of these rows, int64 (num_split_rows + 1,).
         num_slots: number of partial results, ``split_ptr[-1]``.
     """
 
@@ -47,10 +47,10 @@ class RowSplit:
         """Cuts rows into slices.
 
         Args:
-            rowptr: (num_rows + 1,).
+            rowptr: row pointers, int32 or int64 (num_rows + 1,).
             longest: largest number of entries per slice.
-            step: number of entries that a kernel processes at a time. Slices with equally many steps count as
-                equally long.
+            step: number of entries that a kernel processes at a time. Slices with the same number of steps
+                count as equally long.
         """
         length = rowptr.diff()
         num_rows = length.numel()
@@ -71,7 +71,7 @@ class RowSplit:
         first_slot[split_row] = split_ptr[:-1]
         target = torch.where(per_row[row] > 1, -1 - (first_slot[row] + nth), row)
 
-        # floor(log2(steps)) + 1: slices of one bucket differ in length by less than two.
+        # floor(log2(steps)) + 1: the lengths of slices in one bucket differ by a factor below two.
         bucket = torch.frexp(((slice_len + (step - 1)) // step).float()).exponent
         order = torch.sort(bucket.to(torch.int8), stable=True, descending=True).indices
         slices = torch.empty(num_slices, 2, dtype=torch.int64, device=rowptr.device)
@@ -88,7 +88,7 @@ class RowSplit:
 
     @functools.cached_property
     def num_longest(self) -> int:
-        """Number of slices of at least `LONGEST` entries, which come before all others."""
+        """Number of slices of at least `LONGEST` entries, which come before all others; read once, too."""
         return self._num_of_at_least(LONGEST)
 
     @functools.cached_property
@@ -109,7 +109,7 @@ class RowSplit:
 
 
 def addresses_of(split: RowSplit | None) -> tuple[int, int, int, int, int]:
-    """A work list in the form that the structures of `_C` take; None if there is none."""
+    """Addresses and sizes of a work list, as the structures of `_C` take them; zeros if ``split`` is None."""
     if split is None:
         return (0, 0, 0, 0, 0)
     return (
@@ -134,7 +134,7 @@ def unsplit_rows(workspace: Tensor, num_rows: int | None = None) -> RowSplit:
 
 
 class _UnsplitRows(RowSplit):
-    """A work list at the beginning of a tensor. The view of its slices is made at the first use."""
+    """A work list at the beginning of a tensor; the view of its slices is made only when it is used."""
 
     def __init__(
         self, workspace: Tensor, split_row: Tensor, split_ptr: Tensor, num_slots: int, num_rows: int
@@ -167,14 +167,16 @@ def _no_split_rows(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def split_rows(rowptr: Tensor, longest: int, *, is_cut: bool = True) -> RowSplit:
-    """The work list of rows; on CUDA it takes few launches and one read from the device.
+    """Makes the work list of rows; on CUDA, in few launches and with one read from the device.
 
-    The result is that of `RowSplit.from_rowptr` in another order: full slices of split rows come first.
+    The slices are those of `RowSplit.from_rowptr`. On CUDA, their order differs: full slices of split rows
+    come first.
 
     Args:
         rowptr: int64 (num_rows + 1,).
         longest: largest number of entries per slice, a power of two.
-        is_cut: whether some row may have more entries than ``longest``. If False, nothing is read.
+        is_cut: True if some row may have more entries than ``longest``. If False, nothing is read from the
+            device.
     """
     if rowptr.device.type != "cuda":
         return RowSplit.from_rowptr(rowptr, longest)
@@ -215,7 +217,7 @@ def split_rows(rowptr: Tensor, longest: int, *, is_cut: bool = True) -> RowSplit
 
 
 def shared_group_share(rowptr: Tensor, longest: int) -> float:
-    """Share of the edge groups whose row has several groups ("Decoupled SSD", table I).
+    """Share of the edge groups of ssd whose row has several groups ("Decoupled SSD", table I).
 
     Args:
         rowptr: int64 (num_rows + 1,).

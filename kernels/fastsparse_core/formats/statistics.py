@@ -9,8 +9,8 @@ from torch import Tensor
 from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, QUAD_BYTES, vectors_together
 from fastsparse_core.formats.grouping import Rows, vectors_per_window
 
-#: SR-BCRS pads the vectors of a window to a multiple of this: the k of m16n8k8, the paper's instruction for
-#: 16-bit values.
+#: SR-BCRS pads the number of vectors of a window to a multiple of this number: the k of m16n8k8, the paper's
+#: instruction for 16-bit values.
 _PADDING = 8
 
 
@@ -23,7 +23,7 @@ class FormatStatistics:
 
     Attributes:
         num_edges: number of entries.
-        vectors_8x1: number of non-zero vectors; a repeated edge has a vector of its own.
+        vectors_8x1: number of non-zero vectors; every repetition of an edge counts as another vector.
         vectors_16x1: number of non-zero vectors in windows of 16 rows.
         zeros_8x1: number of zeros inside the vectors (table 2).
         zeros_16x1: number of zeros inside the vectors of windows of 16 rows.

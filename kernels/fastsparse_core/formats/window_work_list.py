@@ -1,7 +1,7 @@
 """Work lists of the tensor-core kernels: slices of long windows, and runs of short windows.
 
-A warp with a single short window waits for its columns, then for its features, and is done. A warp with a run
-of windows loads the features of the next window while it computes the current one.
+A warp with a single short window waits for the window's columns, then for the features, and is done. A warp
+with a run of windows loads the features of the next window while it computes the current window.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, Bsb
 from fastsparse_core.formats.row_split import RowSplit
 
-#: Largest number of windows of a run: one per lane of a warp, which stores its end.
+#: Largest number of windows of a run: each lane of a warp stores the end of one window.
 MOST_WINDOWS = 32
 _BLOCK_QUADS = BLOCK // QUAD
 
@@ -21,13 +21,13 @@ def join_short_windows(window_ptr: Tensor, split: RowSplit, blocks: int) -> Tens
     """Joins consecutive windows with one slice each into runs of about ``blocks`` blocks.
 
     Args:
-        window_ptr: range of quads of every window, int32 or int64 (num_windows + 1,).
+        window_ptr: range of quads of every window (`Bsb`), int32 or int64 (num_windows + 1,).
         split: the windows cut into slices. Slices of windows with several slices are not joined.
         blocks: number of blocks of a run, from 1 (joins only windows without blocks) to 32.
 
     Returns:
-        The runs, int32 (num_runs, 4), long runs first: first quad, number of quads, target (the first window,
-        or ``~slot`` for a slice of a window), number of windows.
+        The runs and the slices of long windows, int32 (num_runs, 4), long runs first: first quad, number of
+        quads, target (the first window, or ``~slot`` for a slice of a long window), number of windows.
     """
     assert 1 <= blocks <= MOST_WINDOWS
     device = window_ptr.device
@@ -37,8 +37,8 @@ def join_short_windows(window_ptr: Tensor, split: RowSplit, blocks: int) -> Tens
         return torch.empty(0, 4, dtype=torch.int32, device=device)
     cut = torch.zeros(num_windows, dtype=torch.bool, device=device)
     cut[split.split_row.long()] = True
-    # A window counts as at least one block, because storing its rows takes time; this also limits the windows
-    # of a run.
+    # A window counts as at least one block, because storing its rows takes time. This also limits the number
+    # of windows in a run.
     weight = _blocks(length).clamp(min=1).masked_fill(cut, 0)
     group = (weight.cumsum(0) - weight) // blocks
     starts = torch.ones(num_windows, dtype=torch.bool, device=device)
@@ -54,7 +54,7 @@ def join_short_windows(window_ptr: Tensor, split: RowSplit, blocks: int) -> Tens
     slices = words[words[:, 3] < 0]
     slices = torch.stack([slices[:, 0], slices[:, 2], slices[:, 3], torch.ones_like(slices[:, 3])], 1)
     runs = torch.cat([slices, joined])
-    # floor(log2(blocks)) + 1: runs of one bucket differ in length by less than two.
+    # floor(log2(blocks)) + 1: the lengths of runs in one bucket differ by a factor below two.
     bucket = torch.frexp(_blocks(runs[:, 1]).float()).exponent
     return runs[torch.sort(bucket.to(torch.int8), stable=True, descending=True).indices]
 
@@ -66,8 +66,8 @@ def _blocks(quads: Tensor) -> Tensor:
 def slot_starts(bsb: Bsb, rowptr: Tensor, split: RowSplit) -> tuple[Tensor, Tensor]:
     """Positions in the CSR structure at which the slices of windows with several slices start.
 
-    The entries of a row have the same order in the vectors and in the CSR structure. So the masks before a
-    slice tell how many entries of a row are before the slice.
+    The entries of a row have the same order in the vectors and in the CSR structure. So counting the row's
+    bits in the masks before a slice gives the number of the row's entries before the slice.
 
     Args:
         bsb: the structure in blocks.
