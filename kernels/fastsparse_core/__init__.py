@@ -74,7 +74,7 @@ try:
     from fastsparse_core.structure.adjacency import Adjacency
 except (ImportError, OSError) as error:
     # If PyTorch or the extension is missing or broken, `python -m fastsparse_core.doctor` must still start
-    # and report it.
+    # and report the problem.
     _reason = error
 
     if not TYPE_CHECKING:  # otherwise a type checker would accept every misspelt name
@@ -96,7 +96,8 @@ else:
         "capturing": "fastsparse_core.capturing",
         "sampling": "fastsparse_core.sampling",
     }
-    #: Old name -> what it returns, the new name, and the version that drops the old one (CONTRIBUTING.md).
+    #: Old name -> (``module:attribute`` that it returns, new name, version that drops the old name). The
+    #: rules for such names are in CONTRIBUTING.md.
     _RENAMED = {"CapturedStep": ("fastsparse_core.capturing.decorator:captured_step", "capture", "0.4")}
 
     if TYPE_CHECKING:  # with a module-level __getattr__, type checkers accept every misspelt name

@@ -1,4 +1,4 @@
-"""``python -m fastsparse_core``: the command ``fastsparse``."""
+"""``python -m fastsparse_core`` runs the command ``fastsparse``."""
 
 import sys
 

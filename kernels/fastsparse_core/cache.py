@@ -16,8 +16,8 @@ from fastsparse_core import recorded
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Number of option sets (self loops, direction, device, ...) kept per graph object; the oldest is dropped
-#: first.
+#: Largest number of structures per graph object, one per set of options (self loops, direction, device and
+#: others). The oldest structure is dropped first.
 MAX_OPTIONS = 8
 
 
@@ -30,13 +30,12 @@ class Sightings:
 
     Attributes:
         latest: count of the object that was counted last.
-        previous: ``latest`` when an object was last counted for the first time: how often the one before was
-            used.
+        previous: count of the object that was used before the newest object.
     """
 
     def __init__(self) -> None:
         self.latest = self.previous = 0
-        # By id. The weak reference shows whether the object is still the same: ids are reused.
+        # By id of the object. Python reuses ids of freed objects; the weak reference detects this.
         self._counts: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def of(self, key: object) -> int:
@@ -66,11 +65,11 @@ class CacheInfo:
     """Counters of a cache.
 
     Attributes:
-        hits: look-ups that found a valid entry.
-        misses: look-ups that had to build an entry, including those that found a stale one.
-        stale: entries dropped because their graph had changed.
-        entries: structures held now.
-        bytes: memory of the structures held now.
+        hits: number of look-ups that found a valid entry.
+        misses: number of look-ups that built an entry, including look-ups that found a stale entry.
+        stale: number of entries that were dropped because their graph had changed.
+        entries: number of structures that are cached now.
+        bytes: memory of these structures, in bytes.
 
     Example:
         >>> from fastsparse_core.cache import CacheInfo
@@ -89,17 +88,17 @@ class AdjacencyCache:
     """Maps (graph object, options) to an Adjacency; entries are freed with their graph object.
 
     Args:
-        name: what the cache is for, shown by ``repr``.
+        name: name of the cache, which ``repr`` shows.
 
     Attributes:
         latest: options -> (weak reference to the graph object, stamp, structure) of the last look-ups.
-        hits: look-ups that found a valid entry.
+        hits: number of look-ups that found a valid entry.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._lock = ForkSafeLock()
-        # By id. The weak reference shows whether the object is still the same: ids are reused.
+        # By id of the graph object. Python reuses ids of freed objects; the weak reference detects this.
         self._graphs: dict[int, tuple[weakref.ref[Any], dict[Hashable, tuple[Hashable, Adjacency]]]] = {}
         self.hits = self._misses = self._stale = 0
         self.latest: dict[Hashable, tuple[Any, Hashable, Adjacency]] = {}
@@ -107,14 +106,14 @@ class AdjacencyCache:
     def lookup(
         self, key: object, stamp: Hashable, options: Hashable, build: Callable[[], Adjacency]
     ) -> Adjacency:
-        """Returns the structure kept for ``key`` and ``options``, building it on a miss.
+        """Returns the cached structure for ``key`` and ``options``; builds it on a miss.
 
         Args:
-            key: the graph object; held weakly and compared by identity.
+            key: the graph object. The cache stores a weak reference, and compares objects by identity.
             stamp: properties that change with the object's content; an entry with another stamp is dropped.
-            options: distinguishes several structures of one graph.
-            build: makes the Adjacency; it must not keep ``key`` alive. Called at most once per miss, under
-                the lock.
+            options: options of the structure. A graph may have several structures with different options.
+            build: function that makes the Adjacency, which must not keep ``key`` alive. It is called at most
+                once per miss, under the lock.
         """
         latest = self.latest.get(
             options
@@ -134,7 +133,7 @@ class AdjacencyCache:
                     del entries[options]
                     self._stale += 1
             run = recorded.current()
-            if run is not None:  # the structure is valid only in this run of a captured step: do not cache it
+            if run is not None:  # not cached here: the structure is valid only in this run of a captured step
                 return run.structure(key, options, build)
             self._misses += 1
             adjacency = build()
@@ -159,7 +158,11 @@ class AdjacencyCache:
         return build()
 
     def kept(self, key: object, options: Hashable) -> tuple[Any, Hashable, Adjacency] | None:
-        """(weak reference to the graph object, stamp, structure) of an entry, even if its stamp is old."""
+        """Finds an entry, even if the graph object has changed since.
+
+        Returns:
+            Weak reference to the graph object, stamp and structure; None if there is no entry.
+        """
         reference, entries = self._graphs.get(id(key), (None, {}))
         if reference is None or reference() is not key:
             return None
@@ -167,7 +170,7 @@ class AdjacencyCache:
         return None if entry is None else (reference, *entry)
 
     def holds(self, key: object) -> bool:
-        """Whether there is an entry for a graph object, even if its stamp is old."""
+        """Returns True if a graph object has an entry, even if the object has changed since."""
         kept = self._graphs.get(id(key))
         return kept is not None and kept[0]() is key
 

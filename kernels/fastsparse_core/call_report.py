@@ -21,11 +21,12 @@ from fastsparse_core.log import current_line, table_text
 
 #: Largest number of sentences of advice in a report.
 MOST_ADVICE = 3
-#: Largest number of rows of a printed report. Longer reports show one row for all lines that ran alike.
+#: Largest number of rows of a printed report. Longer reports show one row for all lines with the same call,
+#: kernel and reason.
 MOST_ROWS = 20
-#: If the script waits for batches in more than this share of the time, the advice mentions loading.
+#: If the script waits for batches in more than this share of the time, the report advises to load faster.
 _MUCH_LOADING = 0.3
-#: If more pairs of events are waiting to be read, the finished ones are read.
+#: If more pairs of CUDA events than this have not been read yet, the pairs that are finished are read.
 _MOST_EVENTS = 512
 
 _counts: Counter[Row] = Counter()
@@ -40,9 +41,9 @@ class Row:
         place: file and line of the script.
         call: name of the function or of the layer's class.
         by: the kernel that ran, or the package whose implementation ran.
-        reason: why no kernel ran; "" if one ran.
-        cure: what to change so that a kernel runs; "" if there is no advice, for example because PyG's or
-            DGL's code is faster for this call.
+        reason: why no kernel ran; "" if a kernel ran.
+        cure: what the user can change so that a kernel runs; "" if there is no advice, for example because
+            PyG's or DGL's code is faster for this call.
 
     Example:
         >>> from fastsparse_core.call_report import Row
@@ -62,11 +63,11 @@ class Times:
     """Measured times of a report.
 
     Attributes:
-        host_ms: row -> milliseconds that the host spent in its calls.
-        gpu_ms: row -> milliseconds between the CUDA events before and after its calls.
+        host_ms: row -> milliseconds that the host spent in the row's calls.
+        gpu_ms: row -> milliseconds between the CUDA events before and after the row's calls.
         steps: number of optimizer steps.
         loading: seconds in which the script waited for batches.
-        since, until: host's clock at the first and at the last measurement, in seconds.
+        since, until: times of the first and of the last measurement on the host's clock, in seconds.
     """
 
     host_ms: dict[Row, float] = field(default_factory=lambda: defaultdict(float))
@@ -83,8 +84,8 @@ class CallReport:
 
     Attributes:
         rows: pairs of a row and its number of calls, the most frequent first.
-        times: measured times; None if no times were measured. The time of a layer includes the time of the
-            calls in it.
+        times: measured times; None if no times were measured. The time of a layer includes the times of the
+            calls inside of the layer.
 
     Example:
         >>> import fastsparse_core
@@ -100,8 +101,8 @@ class CallReport:
     def advice(self) -> tuple[str, ...]:
         """At most three pieces of advice, about the most frequent calls first.
 
-        A call that mostly ran on a kernel gets no advice, because the first call with a new index often runs
-        without one.
+        There is no advice about a call that mostly ran on a kernel, because the first call with a new index
+        often runs without a kernel.
         """
         served: Counter[tuple[str, str]] = Counter()
         for row, count in self.rows:
@@ -133,7 +134,7 @@ class CallReport:
             )
 
     def to_json(self) -> str:
-        """The report as a JSON object with ``rows`` and ``advice``.
+        """Returns the text of a JSON object with ``rows`` and ``advice``.
 
         Rows have the fields of :class:`Row` and ``calls``. If times were measured, rows also have ``host_ms``
         and ``gpu_ms`` (None without a GPU), and the object has ``steps``, ``loading_s`` and ``total_s``.
@@ -169,7 +170,8 @@ class CallReport:
         ]
         is_short = max(map(len, places)) <= 40
         for title in ("line", "call", "computed by", "because"):
-            # Places stay whole, so that they can be searched for; long ones would squeeze the other columns.
+            # Short places are not wrapped, so that they can be searched for. Long places are wrapped, because
+            # they would leave too little width for the other columns.
             table.add_column(title, overflow="fold", no_wrap=title == "line" and is_short)
         table.add_column("calls", justify="right")
         measured: dict[str, dict[Row, float]] = {}
@@ -198,7 +200,7 @@ class CallReport:
         return "\n".join([table_text(table), *map(fill, notes)])
 
     def _groups(self) -> list[list[tuple[Row, int]]]:
-        """Rows that the table shows as one, with their numbers of calls; the most frequent group first."""
+        """Groups of rows that the table shows as one row, with numbers of calls; most frequent first."""
         if len(self.rows) <= MOST_ROWS:
             return [[each] for each in self.rows]
         groups: dict[tuple[str, str, str], list[tuple[Row, int]]] = defaultdict(list)
@@ -208,10 +210,10 @@ class CallReport:
 
 
 def report() -> CallReport:
-    """Returns which calls ran on FastSparse since recording started.
+    """Returns the calls since recording started, and what computed each of them.
 
     Returns:
-        The calls by line, function and kernel; ``print`` shows them as a table.
+        Numbers of calls by line, function and kernel; ``print`` shows them as a table.
 
     Example:
         >>> import fastsparse_core
@@ -225,7 +227,7 @@ def start_recording(*, times: bool = False) -> None:
     """Drops earlier records and starts recording, which adds some microseconds to every call.
 
     Args:
-        times: whether to measure times too, of functions that are passed to :func:`timed` after this call.
+        times: if True, also measures the times of functions that are passed to :func:`timed` later.
     """
     global _is_recording, _clock
     stop_recording()
@@ -240,7 +242,7 @@ def start_timing() -> None:
 
 
 def stop_recording() -> None:
-    """Stops recording; :func:`report` still returns what was recorded."""
+    """Stops recording; :func:`report` still returns the recorded calls."""
     global _is_recording
     _is_recording = False
     if _clock is not None:
@@ -248,7 +250,7 @@ def stop_recording() -> None:
 
 
 def is_recording() -> bool:
-    """Whether calls are recorded."""
+    """Returns True while calls are recorded."""
     return _is_recording
 
 
@@ -262,9 +264,10 @@ def record(call: str, by: str, reason: str = "", cure: str = "") -> None:
 
 
 def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function to measure its calls; returns it unchanged if no times are measured.
+    """Wraps a function so that the times of its calls are measured.
 
-    The time of a call is added to the row that the call records last.
+    The time of a call is added to the row that the call records last. If no times are measured, the function
+    is returned unchanged.
     """
     if _clock is None or not _is_recording:
         return function
@@ -272,11 +275,11 @@ def timed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Clock:
-    """Measures the time of calls and of waiting for batches; only reading the report waits for the GPU."""
+    """Measures the times of calls and of waiting for batches. Only `read` waits for the GPU."""
 
     def __init__(self) -> None:
         self.times = Times()
-        self._open = threading.local()  # stack of rows: one for each measured call that the thread is in
+        self._open = threading.local()  # stack ``rows``: one for each measured call that is running
         self._events: deque[tuple[Row, Any, Any]] = deque()
         self._is_on = True
         self._steps = register_optimizer_step_post_hook(self._step)

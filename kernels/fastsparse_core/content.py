@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def has_content(tensor: Tensor) -> bool:
-    """Whether a tensor has memory that a kernel may read: not fake, meta, functional or a wrapper."""
+    """Returns True if kernels may read a tensor's memory: it is not fake, meta, functional or a wrapper."""
     return (
         not tensor.is_meta
         and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -17,6 +17,10 @@ def has_content(tensor: Tensor) -> bool:
 
 def check_content(what: str, *tensors: Tensor | None) -> None:
     """Raises an error for tensors without memory, because the extension would read an invalid address.
+
+    Args:
+        what: name of the tensors, for the error message.
+        tensors: tensors; None is skipped.
 
     Raises:
         TypeError: a tensor is fake, on the meta device, functional, or a wrapper of other tensors.

@@ -11,8 +11,8 @@ import torch
 
 from fastsparse_core import _C
 
-#: Address of the current stream of a CUDA device, by the device's number. A private function of PyTorch,
-#: which Triton also uses. (torch.cuda.current_stream builds a Python object in every call.)
+#: Function that returns the address of the current stream of a CUDA device, given the device's number. It is
+#: private to PyTorch, but Triton uses it too. torch.cuda.current_stream builds a Python object in every call.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 
 _HAS_CUDA_KERNELS = bool(_C.build_info()["cuda"])
@@ -21,7 +21,7 @@ _GPU_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so*")
 
 
 def unusable_gpu() -> str:
-    """Warning for a user whose GPU works in PyTorch but has no kernels in this build; "" in all other cases.
+    """Warning for a user whose GPU works in PyTorch, but this build has no CUDA kernels; otherwise "".
 
     ``torch.cuda.is_available()`` is not called, because it may initialise CUDA, after which a process cannot
     fork.
@@ -39,13 +39,13 @@ def unusable_gpu() -> str:
 
 
 def machine_has_gpu() -> bool:
-    """Whether the machine has a visible GPU, even if PyTorch was built without CUDA."""
+    """Returns True if the machine has a visible GPU, even if PyTorch was built without CUDA."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
     return not is_hidden and any(map(glob.glob, _GPU_FILES))
 
 
 def script_uses_gpu() -> bool:
-    """Whether this process has used a GPU that the kernels can use."""
+    """Returns True if this process has initialized CUDA and this build has CUDA kernels."""
     return _HAS_CUDA_KERNELS and torch.cuda.is_initialized()
 
 
@@ -65,10 +65,11 @@ def usable_device(device: torch.device | str | int) -> torch.device:
 
 
 def device_index(device: torch.device) -> int:
-    """CUDA device number, or -1 for the CPU.
+    """Number of a CUDA device, or -1 for the CPU.
 
     Raises:
-        ValueError: for other kinds of device, or for CUDA when only the CPU half was built.
+        ValueError: the device is neither a CPU nor a CUDA device, or it is a CUDA device but this build has
+            no CUDA kernels.
     """
     if device.type == "cpu":
         return -1
@@ -85,12 +86,12 @@ def device_index(device: torch.device) -> int:
 
 
 def queue(index: int) -> int:
-    """The current CUDA stream of device ``index`` as an address; for the CPU (-1) the number of threads."""
+    """Address of the current CUDA stream of device ``index``; for the CPU (-1), the number of threads."""
     return torch.get_num_threads() if index < 0 else current_stream(index)
 
 
 def place_of(device: torch.device) -> tuple[int, int]:
-    """The last two arguments of a launch: the device number and the result of :func:`queue`."""
+    """The arguments ``device`` and ``queue`` of the extension: results of `device_index` and of `queue`."""
     if device.type == "cpu":
         return -1, torch.get_num_threads()
     index = device_index(device)
@@ -98,7 +99,7 @@ def place_of(device: torch.device) -> tuple[int, int]:
 
 
 def free_host_memory() -> float:
-    """Bytes of host memory that new tensors can take, page cache included; infinity if that is unknown."""
+    """Bytes of host memory that new tensors can take, including the page cache; infinity if unknown."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             return next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:"))

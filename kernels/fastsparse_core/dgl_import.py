@@ -1,13 +1,15 @@
-"""Makes ``import dgl`` possible where it fails on a newer PyTorch.
+"""Makes ``import dgl`` work with PyTorch versions that are newer than DGL's release.
 
-``import dgl`` imports ``dgl.graphbolt`` in DGL 2.x. That package needs a library that was compiled for the
+In DGL 2.x, ``import dgl`` imports ``dgl.graphbolt``. This package needs a library that was compiled for the
 installed PyTorch version (``libgraphbolt_pytorch_<version>.so``), and ``torchdata.datapipes``, which newer
-versions of torchdata do not have. Only parts of ``dgl.distributed`` use it. If ``dgl.graphbolt`` is empty,
-graphs, message passing, layers, samplers and data loaders of DGL 2.1.0 work with current PyTorch versions.
+versions of torchdata do not have. Only parts of ``dgl.distributed`` use ``dgl.graphbolt``. With an empty
+placeholder in its place, graphs, message passing, layers, samplers and data loaders of DGL 2.1.0 work with
+current PyTorch versions.
 
-After an import of FastSparse, ``import dgl`` finds an empty placeholder, but only if the real package cannot
-be imported. An ``import dgl`` before FastSparse fails in DGL's own code; repeat it after the import of
-FastSparse. Spawned worker processes import the main script again, so import FastSparse at its top.
+After an import of FastSparse, ``import dgl`` finds the placeholder if ``dgl.graphbolt`` cannot be imported.
+If ``import dgl`` comes before the import of FastSparse, it fails in DGL's own code; repeat it after the
+import of FastSparse. Spawned worker processes import the main script again, so import FastSparse at the top
+of the script.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class GraphboltStub(ModuleType):
         self._reason = reason
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # probes of inspect, pickle and the import system
+        if name.startswith("__"):  # inspect, pickle and the import system look for such names
             raise AttributeError(f"module {_STUB_NAME!r} has no attribute {name!r}")
         raise AttributeError(
             f"dgl.graphbolt.{name} is not available: {self._reason}. FastSparse replaced it by "
@@ -70,13 +72,14 @@ class _Finder(MetaPathFinder, Loader):
         return GraphboltStub(reason)
 
     def exec_module(self, module: ModuleType) -> None:
-        """A placeholder has no code."""
+        """Does nothing, because the placeholder has no code."""
 
 
 def graphbolt_problem() -> str | None:
-    """Why ``import dgl`` would fail in ``dgl.graphbolt``; None if it would succeed, or if that is unknown.
+    """Finds the reason why ``import dgl`` would fail in ``dgl.graphbolt``, without importing it.
 
-    This function imports nothing.
+    Returns:
+        The reason. None if the import would succeed, DGL is not installed, or its version is not 2.x.
     """
     try:
         version = importlib.metadata.version("dgl")

@@ -1,8 +1,9 @@
 """``python -m fastsparse_core.doctor``: checks the installation of FastSparse.
 
 The report shows versions, GPUs, the CPU and CUDA parts of the extension, and a self-check of every operator
-on every device. For each problem, one line says how to solve it. ``--json`` prints the report as JSON. The
-exit code is 0 if FastSparse can be used, else 1.
+on every device. For each problem, one line tells how to solve it. ``--json`` prints the report as JSON. The
+exit code is 0 if FastSparse can be used, else 1. Without the package rich and without ``--json``, the doctor
+prints only the problems, and the exit code is 1.
 
 A missing or broken package must not stop the doctor. So errors of ``import torch`` are caught, and PyG, DGL
 and other packages are imported in separate processes.
@@ -28,10 +29,11 @@ from fastsparse_core.doctor_report import Key, Problem, Report, as_json, print_t
 from fastsparse_core.self_check import Check, check_operators, first_line
 
 _OLDEST_ARCH = 80
-#: The first driver of each major version of CUDA. It runs programs of all minor versions. The errors of the
-#: extension name it too (`old_driver_text` in kernels/include/fastsparse/on_device.h).
+#: Major version of CUDA -> the first driver that supports it. This driver runs programs of all minor
+#: versions. Errors of the extension have the same numbers (`old_driver_text` in
+#: kernels/include/fastsparse/on_device.h).
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-#: Without pip's cache, which may contain a build without the CUDA half.
+#: Command that builds FastSparse again, without pip's cache, which may contain a build without CUDA kernels.
 _REBUILD = "python -m pip install --force-reinstall --no-deps --no-cache-dir fastsparse-gnn"
 _REBUILD += " (or, in a checkout, -e .)"
 
@@ -41,11 +43,11 @@ class Component:
     """A package that FastSparse works with.
 
     Attributes:
-        title: Name in the report.
-        distribution: Name for pip.
-        probe: Python code that imports it.
-        cure: What to do if the import fails.
-        breaks: Whether FastSparse cannot be used if the import fails.
+        title: name of the package in the report.
+        distribution: name of the package for pip.
+        probe: Python code that imports the package.
+        cure: advice for the user if the import fails.
+        breaks: True if FastSparse cannot be used if the import fails.
     """
 
     title: str
@@ -92,10 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Examines this environment and prints the report.
 
     Args:
-        arguments: Command-line arguments; None: the arguments of this process.
+        arguments: command-line arguments; None: the arguments of this process.
 
     Returns:
-        The exit code.
+        The exit code: 0 if FastSparse can be used, else 1.
     """
     parser = argparse.ArgumentParser(
         prog="fastsparse doctor", description="Shows what is installed and checks whether it works."
@@ -140,7 +142,7 @@ def examine() -> Report:
 
 
 def _installed_version(distribution: str) -> str | None:
-    """Version in the package's metadata, also of a package that cannot be imported; None: not installed."""
+    """Version in a package's metadata, even if the package cannot be imported; None: not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -148,7 +150,7 @@ def _installed_version(distribution: str) -> str | None:
 
 
 def _examine_torch(report: Report) -> Any | None:
-    """Imports PyTorch; returns the module, or None after reporting why not."""
+    """Imports PyTorch; returns the module, or None after reporting why the import failed."""
     try:
         torch = importlib.import_module("torch")
         torch.zeros(1)
@@ -196,7 +198,7 @@ def _probe(component: Component) -> str:
 
 
 def _examine_components(report: Report) -> None:
-    """Reports the versions of the frameworks and whether they can be imported."""
+    """Reports the versions of `COMPONENTS`, and problems of those that cannot be imported."""
     versions = [_installed_version(component.distribution) for component in COMPONENTS]
     installed = [component for component, version in zip(COMPONENTS, versions, strict=True) if version]
     with ThreadPoolExecutor() as pool:
@@ -224,7 +226,7 @@ def _examine_components(report: Report) -> None:
 
 
 def _examine_extension(report: Report, torch: Any | None) -> dict[str, Any] | None:
-    """Imports the extension; returns its build_info(), or None after reporting why not.
+    """Imports the extension; returns its build_info(), or None after reporting why the import failed.
 
     Without PyTorch, the import is not tried, because the extension uses PyTorch's OpenMP library.
     """
@@ -257,7 +259,7 @@ def _examine_extension(report: Report, torch: Any | None) -> dict[str, Any] | No
 
 
 def covers(built: str, arch: str) -> bool:
-    """Whether a build contains code that runs on a GPU's architecture.
+    """Tells whether a build contains code that runs on a GPU's architecture.
 
     Args:
         built: ``build_info()["cuda_archs"]``, for example ``"80;90+PTX"``.
@@ -276,7 +278,7 @@ def covers(built: str, arch: str) -> bool:
 
 
 def _gpus_of_driver() -> list[tuple[str, str, str]]:
-    """Name, architecture and driver version of the GPUs that the driver lists, even if PyTorch sees none."""
+    """Name, architecture and driver of every GPU that nvidia-smi lists, even if PyTorch finds none."""
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
@@ -289,12 +291,12 @@ def _gpus_of_driver() -> list[tuple[str, str, str]]:
 
 
 def _drivers() -> str:
-    """Text: the driver that each version of CUDA needs."""
+    """Part of a message: the oldest driver for each major version of CUDA."""
     return ", ".join(f"CUDA {major} needs {driver} or newer" for major, driver in OLDEST_DRIVER.items())
 
 
 def _examine_gpus(report: Report, torch: Any, build_info: dict[str, Any] | None) -> None:
-    """Reports the GPUs and whether PyTorch and this build can use them."""
+    """Reports the GPUs, and GPUs that PyTorch or this build cannot use."""
     if not torch.cuda.is_available():
         needed = OLDEST_DRIVER.get(int((torch.version.cuda or "0").partition(".")[0]), 0)
         found = _gpus_of_driver()
@@ -343,7 +345,7 @@ def _examine_gpus(report: Report, torch: Any, build_info: dict[str, Any] | None)
 
 
 def _examine_profiles(report: Report, torch: Any) -> None:
-    """Reports the GPU profile that decides which kernels run, for every GPU."""
+    """Reports every GPU's profile, which decides which kernels run on the GPU."""
     from fastsparse_core import gpu
 
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -379,12 +381,12 @@ def _examine_operators(report: Report, torch: Any, build_info: dict[str, Any]) -
             what += f"differs from the reference by {check.error:.1e}"
         key, cure = _kind_of_failure(check)
         if key == "driver-old" and any(problem.key == key for problem in report.problems):
-            continue  # the driver is the common cause
+            continue  # the old driver was reported before, as the cause of all these failures
         report.problems.append(Problem(key, what, cure, breaks=True))
 
 
 def _kind_of_failure(check: Check) -> tuple[Key, str]:
-    """Key of the problem behind a failed self-check, and one line on what to do about it."""
+    """Key of the problem that made a self-check fail, and advice for the user in one line."""
     if "needs driver" in check.message:
         return "driver-old", f"update the driver, or build with the nvcc of an older CUDA: {_drivers()}"
     if "no kernel image" in check.message:

@@ -1,4 +1,4 @@
-"""The doctor's report, and how it is printed."""
+"""The doctor's report, and functions that print it as tables or JSON."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Problem:
     """A problem of the installation.
 
     Attributes:
-        key: Kind of the problem, a heading of docs/troubleshooting.md.
-        what: The problem, in one line.
-        cure: What to do about it, in one line.
-        breaks: Whether FastSparse cannot be used until the problem is solved.
+        key: kind of the problem, a heading of docs/troubleshooting.md.
+        what: the problem, in one line.
+        cure: advice how to solve the problem, in one line.
+        breaks: True if FastSparse cannot be used until the problem is solved.
     """
 
     key: Key
@@ -47,7 +47,7 @@ class Problem:
     breaks: bool = False
 
 
-#: Columns of the tables that are fields of a report.
+#: Field of a `Report` -> titles of the columns of its table.
 _COLUMNS = {
     "versions": ("component", "version", "status"),
     "gpus": ("GPU", "architecture", "memory", "status"),
@@ -58,7 +58,7 @@ _COLUMNS = {
 
 @dataclass
 class Report:
-    """Everything that the doctor found. Each list has the rows of one table."""
+    """Everything that the doctor found. Each list has the rows of one table (`_COLUMNS`)."""
 
     versions: list[tuple[str, str, str]] = field(default_factory=list)
     gpus: list[tuple[str, str, str, str]] = field(default_factory=list)
@@ -69,12 +69,12 @@ class Report:
 
     @property
     def usable(self) -> bool:
-        """Whether FastSparse can be used, perhaps with restrictions."""
+        """True if FastSparse can be used, perhaps with restrictions."""
         return not any(problem.breaks for problem in self.problems)
 
 
 def as_json(report: Report) -> str:
-    """The report as a dict: ``usable``, the rows of every table by column, the checks and the problems."""
+    """Text of a JSON object: ``usable``, the rows of every table by column, ``checks`` and ``problems``."""
     tables = {
         name: [dict(zip(map(str.lower, columns), row, strict=True)) for row in getattr(report, name)]
         for name, columns in _COLUMNS.items()
@@ -88,7 +88,11 @@ def as_json(report: Report) -> str:
 
 
 def print_tables(report: Report) -> None:
-    """Prints the report with rich."""
+    """Prints the report as tables, with the package rich.
+
+    Raises:
+        ImportError: rich is not installed.
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

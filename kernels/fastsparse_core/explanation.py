@@ -1,4 +1,4 @@
-"""What computes every graph layer of a model for given inputs: `why` of both plugins."""
+"""Finds what computes every graph layer of a model for given inputs, for `why` of both plugins."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _KERNELS = "FastSparse"
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which implementation computed one layer, and why.
+    """The implementation that computed one layer, and the reason.
 
     Attributes:
-        path: name of the layer in the model; "" if it is the model.
-        layer: name of its class.
+        path: name of the layer in the model; "" if the layer is the model.
+        layer: name of the layer's class.
         by: ``"FastSparse"``, the name of the framework, or ``"not called"``.
-        kernel: the kernel or plan of FastSparse that computed it, as in the report of ``accelerate``; "" if
-            FastSparse did not compute it.
-        reason: why the framework computed it, and what to do about it; "" if FastSparse computed it.
+        kernel: the kernel or plan of FastSparse that computed the layer, as in the report of ``accelerate``;
+            "" if FastSparse did not compute the layer.
+        reason: why the framework computed the layer, and advice for the user; "" if FastSparse computed the
+            layer or it was not called.
 
     Example:
         >>> from fastsparse_core.explanation import Explanation
@@ -85,7 +86,9 @@ def explain(
     why_left: Callable[[Module], str],
     if_empty: str = NOT_FOUND,
 ) -> Explanations:
-    """Runs a model once and tells which implementation computed each of its graph layers, and why.
+    """Runs a model once, and finds which implementation computed each of its graph layers, and why.
+
+    The call computes no gradients, and does not change the buffers of the model or random generators.
 
     Args:
         model: a layer or a model.
@@ -93,12 +96,12 @@ def explain(
         kwargs: keyword arguments of the call.
         framework: name of the framework.
         package: name of the plugin.
-        is_graph_layer: whether a module is a layer to be explained.
-        is_ours: whether a layer is a drop-in or accelerated.
-        kernel: name of the kernel that computes a drop-in or accelerated layer.
-        drop_ins: original -> drop-in.
-        why_left: why `accelerate` does not replace a layer; "" if it does.
-        if_empty: message for the user if there is no graph layer.
+        is_graph_layer: function that returns True for a module that is a graph layer.
+        is_ours: function that returns True for a layer that is a drop-in or accelerated.
+        kernel: function that names the kernel that computes a drop-in or accelerated layer.
+        drop_ins: original class -> drop-in class.
+        why_left: function that tells why `accelerate` does not replace a layer; "" if it replaces the layer.
+        if_empty: message for the user if the model has no graph layer.
 
     Raises:
         TypeError: `model` is not a module.

@@ -1,4 +1,4 @@
-"""Converts exported programs to run without FastSparse, in ONNX, or in C++ programs without Python."""
+"""Converts exported programs, so that they run without FastSparse, in ONNX, or in C++ without Python."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fastsparse_core.ops._edge_messages_fused import unfused_gated, unfused_gine
 from fastsparse_core.ops._multi_aggregate_fused import unfused as unfused_aggregates
 from fastsparse_core.structure.edge_values import EdgeValues
 
-#: Steps of a trace whose body is in a separate module.
+#: Operations of an exported graph whose body is a separate module.
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
 def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Replaces FastSparse's operators in an exported program by PyTorch's, for inference.
+    """Replaces FastSparse's operators in an exported program by PyTorch's operators, for inference.
 
     The result runs without FastSparse and can be passed to ``torch.onnx.export``. Each operator becomes a
     gather, a formula and a scatter, with a row of features per edge, so the result is slower and needs more
@@ -38,7 +38,7 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
 
     Raises:
         ValueError: the program has no example inputs, was exported with an `Adjacency`, or contains attention
-            dropout, that is, was exported in training mode.
+            dropout because it was exported in training mode.
         NotImplementedError: the program has an operator of training, such as a gradient.
 
     Example:
@@ -52,10 +52,10 @@ def for_cpp(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
     """Converts an exported program for AOTInductor, whose packages C++ programs load without Python.
 
     Sums, maxima and attention call operators of the library at :func:`cpp_library`. Other operators become
-    PyTorch's, as in :func:`decompose`. On CUDA, these include attention with edge features, with dot
-    products, in float64, and with heads wider than 256. The program builds the structure of its edges once
-    per call. If the edges are a buffer of the model, the structure becomes a constant of the program, and the
-    sizes of the program's other inputs are fixed.
+    PyTorch's operators, as in :func:`decompose`. On CUDA, attention with edge features, with dot products, in
+    float64, or with heads wider than 256 also becomes PyTorch's operators. The program builds the structure
+    of its edges once per call. If the edges are a buffer of the model, the structure becomes a constant of
+    the program, and the sizes of the program's other inputs are fixed.
 
     Args:
         program: result of ``torch.export.export`` for a model in evaluation mode.
@@ -102,7 +102,7 @@ def cpp_library() -> Path:
 def _rewritten(
     program: torch.export.ExportedProgram, formulas: dict[str, Callable[..., Any]]
 ) -> torch.export.ExportedProgram:
-    """Exports the program again, with formulas in place of FastSparse's operators."""
+    """Replaces FastSparse's operators by functions of ``formulas``, and exports the program again."""
     if program.example_inputs is None:
         raise ValueError(
             "program: expected example inputs, got none; pass the program that torch.export.export returned"
@@ -154,8 +154,8 @@ def _replace_operators(module: GraphModule, formulas: dict[str, Callable[..., An
     for node in module.graph.nodes:
         name = getattr(node.target, "__name__", str(node.target))
         if name in _REGIONS and node.op == "call_function":
-            # In inference, neither changes a result: no gradient is computed, and parts without autocast stay
-            # without it.
+            # In inference, calling the body directly changes no result: no gradient is computed, and regions
+            # that turn autocast off run without autocast anyway.
             at = 1 if name == "wrap_with_set_grad_enabled" else 4
             node.target, node.args = _called, node.args[at:]
         elif isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fastsparse":
@@ -182,7 +182,7 @@ def _replace_operators(module: GraphModule, formulas: dict[str, Callable[..., An
 
 
 def _is_constant(structure: torch.fx.Node) -> bool:
-    """Whether the edges and the numbers of nodes are constants of the program."""
+    """Returns True if the edges and the numbers of nodes are constants of the program."""
     edges, *place = structure.args
     is_part = isinstance(edges, torch.fx.Node) and edges.op == "get_attr"
     return is_part and not any(isinstance(each, torch.fx.Node) for each in place)
@@ -209,7 +209,7 @@ def _called(part: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Entries(EdgeValues):
-    """The entries of a structure in the order of the edges. It replaces an `Adjacency` in formulas."""
+    """The entries of a structure in the order of the edges; replaces an `Adjacency` in formulas."""
 
     def __init__(
         self, edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: str, site: str
@@ -222,8 +222,8 @@ class Entries(EdgeValues):
 
     @cached_property
     def loop_edge(self) -> Tensor:
-        """The edge that was each node's loop, the last of several; -1: none."""
-        # Edges that are not loops write to an additional row, which is cut off.
+        """Position of every node's last self loop among the edges, int64 (num_loops,); -1: none."""
+        # Edges that are not loops write to an additional element, which is cut off.
         last = self.dst.new_full((self.num_dst + 1,), -1, dtype=torch.int64)
         if self.self_loops == "replace":
             node = torch.where(self.dst == self.src, self.dst.long(), self.num_dst)
@@ -232,7 +232,7 @@ class Entries(EdgeValues):
 
     @cached_property
     def _entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Destination, source and position of every entry."""
+        """Destination, source, and position in the caller's edge order of every entry, int64 each."""
         src, dst = self.src.long(), self.dst.long()
         position = torch.arange(self.num_given, device=self.device)
         if self.self_loops in ("replace", "remove"):
@@ -246,12 +246,12 @@ class Entries(EdgeValues):
 
     @property
     def col(self) -> Tensor:
-        """Source of every entry."""
+        """Source of every entry, int64 (num_edges,)."""
         return self._entries[1]
 
     @property
     def edge_id(self) -> Tensor:
-        """Position of every entry in the caller's edge order."""
+        """Position of every entry in the caller's edge order, int64 (num_edges,)."""
         return self._entries[2]
 
     @property
@@ -260,7 +260,7 @@ class Entries(EdgeValues):
         return self._entries[0].size(0)
 
     def row(self) -> Tensor:
-        """Destination of every entry."""
+        """Destination of every entry, int64 (num_edges,)."""
         return self._entries[0]
 
     def in_degree(self) -> Tensor:
@@ -276,7 +276,7 @@ class Entries(EdgeValues):
 
 
 class Rows(Entries):
-    """`Entries` with the compressed rows that the library's operators take."""
+    """`Entries` with the compressed rows that operators of the C++ library take."""
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -285,7 +285,7 @@ class Rows(Entries):
         removes_loops, on_cuda = self.self_loops in ("replace", "remove"), self.device.type == "cuda"
         if removes_loops or on_cuda:
             is_inside = (row >= 0) & (row < self.num_dst) & (col >= 0) & (col < self.num_src)
-            if on_cuda:  # invalid indices are left out, because nothing waits for a check
+            if on_cuda:  # invalid indices are left out: a check would have to wait for the GPU
                 left_out = ~is_inside | (row == col) if removes_loops else ~is_inside
             else:  # `compress` raises an error for invalid indices
                 left_out = is_inside & (row == col)
@@ -330,7 +330,7 @@ def structure_part(edges: Tensor, adj: Entries, name: str, size: int, dtype: tor
 
 
 def _in(dtype: torch.dtype) -> Any:
-    """Decorates formulas so that they compute in the dtype in which kernels accumulate."""
+    """Context in which formulas compute in the dtype in which kernels accumulate."""
     return reference.computing_in(accumulation_dtype(dtype))
 
 
@@ -423,11 +423,13 @@ def attention(
 
 
 def _unfused(formula: Callable[..., Tensor], count: int, results: int) -> Callable[..., tuple[Tensor, ...]]:
-    """Makes an operator of a formula. Programs of inference read only the operator's first result.
+    """Makes a replacement for an operator from a formula for the operator's first result.
+
+    The replacement returns the first result in place of the other results, which only gradients read.
 
     Args:
         formula: computes the first result from the structure and the operator's first arguments.
-        count: number of these arguments.
+        count: number of these first arguments.
         results: number of results of the operator.
     """
     return lambda *given: (formula(given[-2], *given[:count]),) * results
@@ -441,7 +443,7 @@ def maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def maxk_dense(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Computes ``fastsparse::maxk_dense``, without the results that only its gradient reads."""
+    """Computes ``fastsparse::maxk_dense``; the second result differs, but only gradients read it."""
     values, ids = maxk(x, k)
     return cbsr_to_dense(values, ids, x.size(-1)), ids
 
@@ -471,7 +473,7 @@ def ssd(
         return reference.ssd(adj, values, ids, width, value, bias=bias, **scales).to(values.dtype)
 
 
-#: Operator -> function that replaces it.
+#: Name of an operator -> function that replaces the operator.
 FORMULAS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
@@ -506,7 +508,7 @@ def cpp_structure(
     site: str,
     kept: tuple[Tensor, ...] | None = None,
 ) -> Rows:
-    """Implements ``fastsparse::structure``. ``kept``: rows of constant edges, converted at export."""
+    """Computes ``fastsparse::structure``. ``kept``: compressed rows of constant edges, or None."""
     rows = Rows(edges, num_dst, num_src, reverse, self_loops, site)
     if kept is not None:
         rows.tensors = kept
@@ -562,7 +564,7 @@ def cpp_attention(
     needs_formula = bool(dropout_p)
     if src.is_cuda:
         has_kernel = kind in (ADDITIVE, GATV2) and edge is None
-        # A program that was exported on the CPU may have calls that no kernel on CUDA supports.
+        # A program that was exported on the CPU and moved to a GPU may have calls that no kernel supports.
         no_kernel = unsupported_reason(cast("Any", adj), kind, values.dtype, values.size(1), heads, scale)
         needs_formula = needs_formula or not has_kernel or bool(no_kernel)
     if needs_formula:

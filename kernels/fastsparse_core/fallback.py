@@ -1,4 +1,4 @@
-"""Why a framework's implementation runs in place of the kernels, and how the user is informed."""
+"""Reasons why a framework's implementation runs in place of the kernels, and messages about them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fastsparse_core.log import info_once, warn_once
 
 
 class Reason(NamedTuple):
-    """Why a framework's implementation has to run a call.
+    """The reason why a framework's implementation runs a call.
 
     Attributes:
         message: why the kernels do not run.
-        cure: what the user can do about it. "": there is no warning, because the user chose the framework's
-            implementation, or because it is faster for this call.
+        cure: advice for the user. If it is "", there is no warning, because the user chose the framework's
+            implementation, or because this implementation is faster for the call.
         faster: name of the framework if its implementation is faster for this call, else "".
     """
 
@@ -29,7 +29,7 @@ class Reason(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The message, which also says whether the framework is faster."""
+        """The message; if the framework is faster for this call, also this fact."""
         return f"{self.message}: {self.faster} is faster there" if self.faster else self.message
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Reason(NamedTuple):
         return f"{self.message} (as asked for)"
 
 
-#: Receives reasons that would otherwise be shown to the user (`listening`).
+#: Function that receives reasons, which are then not shown to the user (`listening`).
 _listener: ContextVar[Callable[[Reason], None] | None] = ContextVar("fastsparse_listener", default=None)
 
 
@@ -53,7 +53,7 @@ def listening(listener: Callable[[Reason], None]) -> Iterator[None]:
 
 
 def tell(logger: logging.Logger, framework: str, layer: str, reason: Reason) -> None:
-    """Reports once that a framework's implementation ran: by a warning, or by a log record without a cure.
+    """Reports once that a framework's implementation ran: with a warning if ``reason`` has a cure, or a log.
 
     Args:
         logger: logger of the plugin.
@@ -79,10 +79,10 @@ def run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls the framework's implementation, then tells the user.
+    """Calls the framework's implementation, then reports the reason to the user.
 
-    If the call raises an error, the user is told nothing more. Only a call that runs out of memory is also
-    reported, because the kernels may need less memory.
+    If the call raises an error, the reason is not reported, unless the call ran out of memory: then the
+    reason helps, because the kernels may need less memory.
 
     Args:
         tell: :func:`tell` of a plugin.
@@ -96,7 +96,7 @@ def run(
         out = call(*args, **kwargs)
     except (MemoryError, RuntimeError) as error:
         is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if is_out_of_memory or "allocate memory" in str(error):  # on the CPU it is a RuntimeError
+        if is_out_of_memory or "allocate memory" in str(error):  # the CPU allocator raises a RuntimeError
             tell(layer, reason)
         raise
     tell(layer, reason)

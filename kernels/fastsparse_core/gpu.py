@@ -1,8 +1,8 @@
 """Profiles of GPUs: sizes of a GPU, and the crossovers at which one kernel becomes faster than another.
 
 Sizes come from the device's properties. Crossovers are measured: `gpu_profiles/` has a file for every
-measured GPU, and the user's cache folder has the files of ``python -m fastsparse_core.tune``. All other GPUs
-use the H200's crossovers, scaled by the sizes of the GPU.
+measured GPU, and ``python -m fastsparse_core.tune`` writes such files to the user's cache folder. All other
+GPUs use the H200's crossovers, scaled by the sizes of the GPU.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 
 from fastsparse_core import _C
 
-#: Files of measured GPUs, by name.
+#: Folder with a file for every measured GPU.
 MEASURED = Path(__file__).parent / "gpu_profiles"
-#: The GPU that others are scaled from.
+#: File name of the GPU whose crossovers are scaled for GPUs that were not measured.
 _KNOWN_BEST = "nvidia_h200"
 
 
@@ -47,22 +47,23 @@ class GpuProfile:
         few_edges: number of edges below which a product takes about as long as its launch.
         few_per_row: entries per row below which sddmm and ssd's backward pass use CSR.
         shared: vectors per edge up to which flashsparse is faster than csr, in float32 on large graphs.
-        narrow: number of features up to which csr's float32 gather reaches only half of the bandwidth.
+        narrow: number of features up to which the float32 gather of csr reaches only half of the bandwidth.
         short_product_bytes: bytes per head up to which sddmm uses CSR.
         least_rows: number of rows from which one kernel for GraphSAGE's linear maps is faster than cuBLAS, in
             float32.
-        most_gathered: edges per row up to which this kernel also sums the neighbours.
-        many_products: number of multiplications in a 16-bit matrix product from which it is faster to pad
-            rows to multiples of 16 bytes.
+        most_gathered: edges per row up to which the kernel of ``least_rows`` also sums the neighbours.
+        many_products: number of multiplications in a 16-bit matrix product from which padding rows to
+            multiples of 16 bytes is faster.
         long_group_edges: number of edges from which ssd uses long edge groups.
         long_group_rows: entries per row from which ssd uses long edge groups.
         few_kept: features per kept entry from which ssd's backward pass uses CSR, if rows are short.
         gathered_often: edges per source from which ssd packs the kept entries.
-        many_sources: number of sources from which their kept entries exceed the L2 cache.
-        kept_result_bytes: size of results up to which they stay in the L2 cache while a gradient is read.
-        surely_kept_bytes: size of the part of larger results that stays in the L2 cache.
-        miss_rate: bytes per millisecond of reductions that miss the L2 cache.
-        gradient_rate: bytes per millisecond at which ssd's gradient is read.
+        many_sources: number of sources from which the sources' kept entries exceed the L2 cache.
+        kept_result_bytes: number of bytes up to which all results of ssd's backward pass stay in the L2 cache
+            while the gradient is read.
+        surely_kept_bytes: number of bytes of larger results that stay in the L2 cache.
+        miss_rate: rate of reductions that miss the L2 cache, in bytes per millisecond.
+        gradient_rate: rate at which ssd's gradient is read, in bytes per millisecond.
     """
 
     name: str
@@ -115,13 +116,13 @@ def measured_fields() -> list[dataclasses.Field[Any]]:
 
 
 def file_name(gpu: str) -> str:
-    """The name of a GPU's file. For example, all H100s with the same memory share a file."""
+    """File name, without extension, of a GPU's profile. Several variants of a GPU may share a file."""
     words = re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")
     return words.removesuffix("_80gb_hbm3").removesuffix("_sxm")
 
 
 def cache_folder() -> Path:
-    """Folder of the profiles that this user has measured."""
+    """Folder of the profiles that this user has measured with ``python -m fastsparse_core.tune``."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "fastsparse" / "gpu_profiles"
 
@@ -130,7 +131,7 @@ def read(path: Path) -> GpuProfile:
     """Reads a stored profile. Constants that this version no longer has are ignored.
 
     Raises:
-        ValueError: the file is not a profile of this version; the message says what to do.
+        ValueError: the file is not a profile of this version.
     """
     try:
         stored = json.loads(path.read_text())
@@ -150,7 +151,7 @@ def write(profile: GpuProfile, path: Path) -> None:
 
 
 def scaled(known: GpuProfile, sizes: Mapping[str, Any]) -> GpuProfile:
-    """Estimates the profile of a GPU that was not measured from that of another GPU.
+    """Estimates the profile of a GPU that was not measured from a measured GPU's profile.
 
     A crossover is scaled in proportion to the number of multiprocessors, the L2 cache or the bandwidth.
     Ratios, such as entries per row, do not change.
@@ -179,8 +180,8 @@ def sizes_of(device: torch.device) -> dict[str, Any]:
         "num_sms": properties.multi_processor_count,
         "shared_memory": getattr(properties, "shared_memory_per_block_optin", 48 * 1024),
         "l2_bytes": getattr(properties, "L2_cache_size", 0) or known.l2_bytes,
-        # Two transfers per clock; if PyTorch does not know the clock, bandwidth is scaled by the number of
-        # multiprocessors.
+        # The memory transfers data twice per clock. If PyTorch does not report the clock, the H200's
+        # bandwidth is scaled by the number of multiprocessors.
         "bandwidth": float(2 * kilohertz * bits // 8)
         or known.bandwidth * properties.multi_processor_count / known.num_sms,
     }
@@ -190,7 +191,7 @@ _override: GpuProfile | None = None
 
 
 def profile_of(device: torch.device) -> GpuProfile:
-    """The profile of a device. On the CPU, it is the H200's, because some rules read its sizes."""
+    """The profile of a device. For the CPU, the H200's profile, because some rules also run on the CPU."""
     if _override is not None:
         return _override
     return _profile(-1 if device.type != "cuda" else device.index or 0)
@@ -211,11 +212,11 @@ def _profile(index: int) -> GpuProfile:
 
 @contextmanager
 def use(profile: GpuProfile | None = None, **changes: Any) -> Iterator[GpuProfile]:
-    """Context in which all devices have the same given profile, for measurements and tests.
+    """Context in which all devices have one given profile, for measurements and tests.
 
     Args:
-        profile: the profile; None: that of an enclosing context, else the CPU's profile.
-        **changes: fields that replace those of the profile.
+        profile: the profile; None: the profile of the enclosing context, or else of the CPU.
+        **changes: values that replace fields of the profile, also ``resident_groups`` and similar.
     """
     global _override
     before = _override
@@ -232,7 +233,7 @@ def use(profile: GpuProfile | None = None, **changes: Any) -> Iterator[GpuProfil
 
 @functools.cache
 def has_wgmma(device: torch.device) -> bool:
-    """Whether a GPU and this build support warpgroup matrix products (only architecture 9.0 has them)."""
+    """Returns True if a GPU and this build support warpgroup matrix products (only architecture 9.0)."""
     built = str(_C.build_info()["cuda_archs"]).replace("+PTX", "").split(";")
     return "90" in built and torch.cuda.get_device_capability(device) == (9, 0)
 

@@ -17,9 +17,9 @@ def grouped_product(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tenso
     .. math::
         \mathbf{y}_p = \mathbf{x}_p \mathbf{W}_{r(p)}
 
-    :math:`r(p)` is the group of row p. With B blocks, matrices are block-diagonal. There is one product per
-    group, which is written into the group's rows of the result: nothing is padded, copied or gathered. Under
-    autocast, the result has the autocast dtype.
+    :math:`r(p)` is the group of row p. With B > 1, matrices are block-diagonal with B blocks. There is one
+    product per group. With B = 1, it is written directly into the group's rows of the result, without padding
+    or copies. Under autocast, the result has the autocast dtype.
 
     Args:
         x: (P, B * I), with the rows of a group next to each other.
@@ -30,7 +30,7 @@ def grouped_product(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tenso
         (P, B * O), differentiable any number of times.
 
     Raises:
-        ValueError: sizes do not fit.
+        ValueError: the sizes of ``x``, ``weight`` and ``starts`` do not fit together.
     """
     blocks = weight if weight.dim() == 4 else weight[:, None]
     if x.dim() != 2 or x.size(1) != blocks.size(1) * blocks.size(2):
@@ -46,8 +46,8 @@ def grouped_product(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tenso
 
 
 def _by_block(rows: Tensor, num_blocks: int) -> Tensor:
-    """(P, B * I) as (B, P, I)."""
-    # Not -1, which fails for tensors without elements.
+    """A view (B, P, I) of rows (P, B * I)."""
+    # The width is computed, because -1 fails for tensors without elements.
     return rows.view(rows.size(0), num_blocks, rows.size(1) // num_blocks).transpose(0, 1)
 
 
@@ -56,8 +56,8 @@ def _sizes(starts: tuple[int, ...]) -> list[int]:
 
 
 def _multiply(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tensor:
-    # One call makes all views of a tensor: with many relations, a call per view would take longer than the
-    # products.
+    # `split` and `unbind` make all views of a tensor in one call: with many groups, a call per view would
+    # take longer than the products.
     num_blocks, sizes = weight.size(1), _sizes(starts)
     out = x.new_empty(x.size(0), num_blocks * weight.size(3))
     if num_blocks == 1:

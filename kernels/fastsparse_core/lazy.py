@@ -1,7 +1,7 @@
 """Modules that are imported when a script first uses them.
 
-``fastsparse run`` imports FastSparse into every script. Features that few scripts use would take a third of
-that time.
+``fastsparse run`` imports FastSparse into every script. Importing features that few scripts use would take a
+third of the time of this import.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-#: Module -> modules of plugins that it imports.
+#: Module of the core -> modules of plugins that it imports at its end.
 _extensions: dict[str, list[str]] = {}
 
 
@@ -20,7 +20,8 @@ def lazy_name(package: str, modules: Mapping[str, str], name: str) -> Any:
 
     Args:
         package: name of the package.
-        modules: name -> the module that defines it, or the module itself if its name ends with this name.
+        modules: name -> the module that defines the name. If the module's own name ends with the name, the
+            value is the module.
         name: a key of ``modules``.
 
     Returns:
@@ -33,11 +34,11 @@ def lazy_name(package: str, modules: Mapping[str, str], name: str) -> Any:
 
 
 def extend(module: str, extension: str) -> None:
-    """Imports a plugin's module together with a module of the core, or now if the core's is imported.
+    """Imports a plugin's module as soon as a module of the core is imported; now if it is imported already.
 
     Args:
-        module: the core's module; it must call :func:`import_extensions` at its end.
-        extension: the plugin's module.
+        module: name of the core's module, which must call :func:`import_extensions` at its end.
+        extension: name of the plugin's module.
     """
     _extensions.setdefault(module, []).append(extension)
     if module in sys.modules:
@@ -45,6 +46,6 @@ def extend(module: str, extension: str) -> None:
 
 
 def import_extensions(module: str) -> None:
-    """Imports the modules that :func:`extend` was given for a module of the core."""
+    """Imports the modules that calls of :func:`extend` registered for a module of the core."""
     for extension in tuple(_extensions.get(module, ())):
         importlib.import_module(extension)

@@ -1,4 +1,4 @@
-"""Locks that a forked process can acquire, even if another thread of its parent held them."""
+"""Locks that a forked process can acquire, even if another thread held them in the parent process."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from fastsparse_core.locks import ForkSafeLock
 _lock = ForkSafeLock()
 #: Names of loggers (or "" for warnings) and the messages that each of them has emitted.
 seen: set[tuple[str, str]] = set()
-#: Top-level packages whose frames are not the user's.
+#: Top-level packages whose frames are not frames of the user's code.
 _NOT_THE_USER = {"fastsparse_core", "fastsparse_dgl", "fastsparse_pyg", "torch", "torch_geometric", "dgl"}
 
 
-#: Why layers may not be found, and what to do.
+#: Message to the user: why layers may not be found, and what to do.
 NOT_FOUND = "Layers in a Python list or dict are not found: keep them in a torch.nn.ModuleList or ModuleDict"
 #: Environment variable that `fastsparse run` sets.
 _RUN_VARIABLE = "FASTSPARSE_RUN"
@@ -39,7 +39,7 @@ class SlowPathWarning(UserWarning):
 
 
 def table_text(table: Any) -> str:
-    """A table of the package rich as text, as wide as the terminal."""
+    """Renders a `rich.table.Table` as text that is as wide as the terminal."""
     from rich.console import Console
 
     page = io.StringIO()
@@ -69,10 +69,11 @@ def info_once(logger: logging.Logger, message: str) -> None:
 def warn_once(message: str) -> None:
     """Issues a :class:`SlowPathWarning` the first time it is called with `message`, at the user's line.
 
-    Under ``fastsparse run``, it logs the message instead, because the script did not ask for FastSparse.
+    Under ``fastsparse run``, the message is logged instead, because the script's author did not choose
+    FastSparse.
 
-    While torch.compile traces, the warning is issued during the trace, and the compiled code does not repeat
-    it.
+    If torch.compile traces the call, the warning is issued during tracing, and the compiled code does not
+    repeat the warning.
     """
     if torch.compiler.is_compiling():
         _warn_in_trace(message)
@@ -98,7 +99,8 @@ def _warn_in_trace(message: str) -> bool:
     return True  # a constant, which the compiler puts in place of the call
 
 
-# torch.compiler.assume_constant_result sets this too, but imports the compiler, which takes a second.
+# torch.compiler.assume_constant_result sets this attribute too, but imports the compiler, which takes a
+# second.
 _warn_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -114,13 +116,13 @@ def _is_first(emitter: str, message: str) -> bool:
 
 
 def is_of_user(frame: FrameType) -> bool:
-    """Whether a frame runs the user's code, not that of FastSparse, PyTorch, PyG, DGL or Python's library."""
+    """Returns True unless a frame runs code of FastSparse, PyTorch, PyG, DGL or Python's standard library."""
     package = frame.f_globals.get("__name__", "").partition(".")[0]
     return package not in _NOT_THE_USER and package not in sys.stdlib_module_names
 
 
 def user_frame() -> FrameType | None:
-    """The innermost frame of the user's code."""
+    """The innermost frame of the user's code; None if no frame is the user's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_of_user(frame):
         frame = frame.f_back
@@ -128,13 +130,13 @@ def user_frame() -> FrameType | None:
 
 
 def current_line() -> str:
-    """The user's current line, in the form of :func:`line_of`."""
+    """The user's current line, in the form of :func:`line_of`; "" if no frame is the user's."""
     frame = user_frame()
     return "" if frame is None else line_of(frame.f_code, frame.f_lineno)
 
 
 def line_of(code: CodeType, number: int) -> str:
-    """A line for messages: its text, file and number."""
+    """Describes a line of code for messages: text, file and number of the line."""
     text = linecache.getline(code.co_filename, number).strip()
     place = f"{os.path.basename(code.co_filename)}:{number}"
     return f"`{text}` ({place})" if text else place

@@ -15,12 +15,13 @@ class MaxK(nn.Module):
         \mathrm{MaxK}(\mathbf{x})_c = \begin{cases} x_c & c \in \operatorname{top}_k(\mathbf{x}) \\ 0 &
         \text{else} \end{cases}
 
-    From MaxK-GNN (arXiv:2312.08656), section 3.1. A call returns dense features. :meth:`compress` returns
-    only the kept entries, for the FastMaxK layers. For the backward pass, a call stores one bit per column,
-    and :meth:`compress` stores k bytes per row (2 k from 257 columns on). ReLU stores its whole result.
+    From MaxK-GNN (arXiv:2312.08656), section 3.1. Calling the module returns dense features. :meth:`compress`
+    returns only the kept entries, for the FastMaxK layers. For the backward pass, a call of the module stores
+    one bit per entry, and :meth:`compress` stores k bytes per row (2 k bytes if rows have more than 256
+    columns). ReLU stores its whole result.
 
     Args:
-        k: number of kept entries, at most the width of the features.
+        k: number of kept entries per row, at most the width D of the features.
 
     Raises:
         TypeError: ``k`` is not an int.
@@ -39,14 +40,17 @@ class MaxK(nn.Module):
         self.k = k
 
     def forward(self, x: Tensor) -> Tensor:
-        """MaxK of (..., D), in the shape and dtype of ``x``.
+        """Computes MaxK along the last dimension.
 
         Args:
             x: (..., D), float64, float32, float16 or bfloat16.
 
+        Returns:
+            The result, in the shape and dtype of ``x``.
+
         Raises:
             TypeError: the dtype is not supported.
-            ValueError: ``k`` is more than D.
+            ValueError: ``x`` has no dimension, or ``k`` is more than D.
         """
         if x.dim() == 2:
             return maxk_dense(x, self.k)
@@ -67,5 +71,5 @@ class MaxK(nn.Module):
         return maxk(x, self.k)
 
     def extra_repr(self) -> str:
-        """``k`` as the module's repr shows it."""
+        """The arguments that the module's repr shows: ``k``."""
         return f"k={self.k}"

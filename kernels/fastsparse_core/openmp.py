@@ -2,7 +2,7 @@
 
 The extension does not link an OpenMP runtime, because two runtimes in one process would start twice as many
 threads. PyTorch for x86-64 loads its runtime with global symbols. PyTorch for aarch64 does not, so this
-module does.
+module makes the symbols of the loaded runtime global.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import sys
 
-import torch  # noqa: F401  (which loads the runtime)
+import torch  # noqa: F401  (loads the runtime)
 
 if sys.platform == "linux" and not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
     with open("/proc/self/maps", encoding="utf-8") as _maps:
