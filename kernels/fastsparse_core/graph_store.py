@@ -31,27 +31,28 @@ from fastsparse_core.structure.batch import adjacency_of_batch
 
 _logger = logging.getLogger("fastsparse_core")
 
-#: Share of the GPU's free memory that the graphs may take; larger data sets stay on the host.
+#: Share of the GPU's free memory that copies of the graphs may take; larger data sets stay on the host. The
+#: same share limits copies in host memory.
 _SHARE_OF_FREE = 0.5
 
 
-#: Number of tensors in a group whose versions are compared together. Each costs a few cache misses: 80,000 of
-#: them, those of 20,000 graphs, would take as long as a third of a captured epoch.
+#: Number of tensors in a group whose versions are compared together. Reading a version costs a few cache
+#: misses: for 80,000 tensors (20,000 graphs), it would take as long as a third of a captured epoch.
 _VERSIONS_AT_ONCE = 1024
-#: Share of the time between two checks that comparing versions may take.
+#: Largest share of the time between two checks that comparing versions may take.
 _SHARE_OF_CHECKS = 0.02
 
 
 class NotStored(Exception):
-    """Graphs, or one of their attributes, cannot be stored. The message is the reason."""
+    """Raised if graphs, or one of their attributes, cannot be stored. The message is the reason."""
 
 
 class NothingToStore(NotStored):
-    """There are no graphs, so no warning about a slow path is needed."""
+    """Raised if there are no graphs; then no warning about a slow path is needed."""
 
 
 class FieldKind(enum.IntEnum):
-    """How the rows of a batch are computed from the rows of the dataset, as in gather_graphs.h."""
+    """Ways to compute rows of a batch from rows of the dataset, with the numbers of gather_graphs.h."""
 
     COPY = 0
     ADD_INT64 = 1
@@ -68,7 +69,7 @@ ADDS = {torch.int64: FieldKind.ADD_INT64, torch.int32: FieldKind.ADD_INT32}
 
 @dataclass(eq=False)
 class Field:
-    """A tensor of the dataset, and how the tensor of a batch is computed from it.
+    """A tensor of the dataset, and the way to compute the tensor of a batch from this tensor.
 
     A pointer is a tensor with the first row of every graph, then the number of rows. The store numbers its
     pointers.
@@ -76,12 +77,12 @@ class Field:
     Attributes:
         tensor: rows of all graphs, concatenated along ``dim``, contiguous; None: nothing is read.
         rows: number of the pointer to the rows of each graph.
-        kind: how the rows are changed.
-        added: for indices: number of the pointer whose first row in the batch is added to them. The second
-            entry applies to the second index of the dimension before ``dim``, such as destinations.
+        kind: the way to compute the rows of a batch.
+        added: for indices: number of the pointer whose first row in the batch is added to the indices. The
+            second entry applies to the second index of the dimension before ``dim``, such as destinations.
         dim: dimension of the rows.
         dtype: dtype of the tensor.
-        more_rows: number of rows that the result has in addition to those of the graphs.
+        more_rows: number of rows that the result has in addition to the graphs' rows.
     """
 
     tensor: Tensor | None
@@ -123,7 +124,7 @@ class Field:
 
 
 class Fields:
-    """Fields that are gathered together.
+    """Fields that one kernel gathers together.
 
     Args:
         fields: the fields.
@@ -163,7 +164,7 @@ class Chosen:
 
     Attributes:
         count: number of graphs.
-        totals: for every pointer, the number of rows of the chosen graphs.
+        totals: for every pointer, the total number of rows of the chosen graphs.
         first: for every pointer, the first row of each graph in the batch, then the number of rows, int64
             (number of pointers, count + 1), on the host.
         table: `first` and `source` for the kernels, on the device of the batch.
@@ -199,13 +200,13 @@ class GraphStore:
         self.pointers = [torch.arange(num_graphs + 1, device="cpu")]
 
     def add_counts(self, counts: Sequence[int] | Tensor) -> int:
-        """Adds the pointer for given numbers of rows per graph, (num_graphs,); returns its number."""
+        """Adds the pointer for the number of rows of every graph, (num_graphs,); returns its number."""
         pointer = torch.zeros(self.num_graphs + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(torch.as_tensor(counts, dtype=torch.int64, device="cpu"), 0, out=pointer[1:])
         return self.add_pointer(pointer)
 
     def add_pointer(self, pointer: Tensor) -> int:
-        """Adds a pointer, int64 (num_graphs + 1,) on the CPU; returns its number. Equal ones share it."""
+        """Adds a pointer, int64 (num_graphs + 1,) on the CPU; returns its number or that of an equal one."""
         for nth, known in enumerate(self.pointers):
             if torch.equal(known, pointer):
                 return nth
@@ -220,18 +221,18 @@ class GraphStore:
         """Chooses the graphs of a batch.
 
         Args:
-            index: positions; a tensor must be int64 on the CPU. Negative positions count from the end.
+            index: positions of the graphs, a sequence or a tensor. Negative positions count from the end.
             graph_at: number of the graph at every position, int64; None: position and number are equal.
 
         Raises:
-            IndexError: there is no such position.
+            IndexError: a position is out of range.
         """
         count, pointers = len(index), self.pointers
         on_gpu = self.device.type == "cuda"
         host = torch.empty((len(pointers), 2, count + 1), dtype=torch.int64, pin_memory=on_gpu, device="cpu")
         num_positions = self.num_graphs if graph_at is None else graph_at.numel()
-        # The extension reads `index` directly if it is a plain tensor; a user's sampler may return another
-        # kind.
+        # The extension reads `index` directly if it is a contiguous int64 tensor on the CPU. Other tensors,
+        # such as results of a user's sampler, are converted to a list.
         is_tensor = (
             type(index) is Tensor
             and index.dtype == torch.int64
@@ -252,11 +253,11 @@ class GraphStore:
         )
         table = host.to(self.device, non_blocking=True) if on_gpu else host
         first, source = host.unbind(1)
-        # Callers get a copy of the first rows, because they could overwrite memory that kernels read.
+        # `first` is a copy, because callers could otherwise overwrite memory that kernels read.
         return Chosen(count, totals, first.clone(), table, source)
 
 
-#: tensor of a dataset -> device -> (stamp of its content, weak reference to its copy)
+#: tensor of a dataset -> device -> (stamp of the tensor's content, weak reference to the copy)
 _copies: Any = WeakIdKeyDictionary()
 
 
@@ -264,10 +265,10 @@ def check_free_memory(tensors: Iterable[Tensor]) -> None:
     """Checks that copies of a dataset's tensors take at most half of the free host memory.
 
     The tensors may be mapped from a file that is larger than the memory (``torch.load(mmap=True)``). PyTorch
-    does not tell which tensors do, so their sizes decide.
+    does not tell which tensors are mapped, so only their sizes are checked.
 
     Raises:
-        NotStored: the copies would take more.
+        NotStored: the copies would take more memory.
     """
     size, free = sum(tensor.nbytes for tensor in tensors if not tensor.is_cuda), free_host_memory()
     if size > _SHARE_OF_FREE * free:
@@ -279,6 +280,8 @@ def check_free_memory(tensors: Iterable[Tensor]) -> None:
 
 def place_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies tensors to a device if they take at most half of its free memory, else to page-locked memory.
+
+    For the CPU, tensors that are on the CPU are not copied.
 
     Loaders of one dataset share the copies, which are freed with the last of these loaders.
 
@@ -312,7 +315,7 @@ def place_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
             copy = tensor.to(device) if fits else tensor.cpu().pin_memory()
             _copies.setdefault(tensor, {})[device] = (_stamp(tensor), weakref.ref(copy))
         out.append(copy)
-    torch.cuda.current_stream(device).synchronize()  # other streams will read them
+    torch.cuda.current_stream(device).synchronize()  # other streams will read the copies
     return out
 
 
@@ -327,7 +330,7 @@ def _stamp(tensor: Tensor) -> Hashable:
     return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
-#: Number of edges and nodes that are sorted at a time.
+#: Approximate number of edges and nodes together that are sorted at a time.
 _ROWS_AT_ONCE = 2**24
 
 
@@ -352,9 +355,9 @@ class StoredEdges:
         return self._store.device
 
     def _parts(self) -> Iterator[tuple[Chosen, Tensor]]:
-        """Yields batches of consecutive graphs that cover all graphs, and their edges, int64 (2, E).
+        """Yields batches of consecutive graphs, which cover all graphs, and their edges, int64 (2, E).
 
-        Batches limit the memory that sorting takes.
+        The edges are processed in batches, because sorting all at once would take too much memory.
         """
         store, fields = self._store, Fields([self._edge_index], self._store.device)
         sizes = sum(store.counts(of) for of in (self._edge_index.rows, self.sources, self.destinations))
@@ -370,7 +373,7 @@ class StoredEdges:
 
     @cached_property
     def _facts(self) -> tuple[bool, bool]:
-        """Whether every edge is between nodes of its graph; whether destinations ascend in every graph."""
+        """Two facts: every edge connects nodes of its graph; destinations ascend in every graph."""
         is_within = is_sorted = True
         with torch.inference_mode(False):
             for chosen, edges in self._parts():
@@ -388,12 +391,12 @@ class StoredEdges:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether destinations ascend in every graph, and so in every batch."""
+        """True if destinations ascend in every graph, and so in every batch."""
         return self._facts[1]
 
     @property
     def has_structure(self) -> bool:
-        """Whether every edge is between nodes of its graph."""
+        """True if every edge connects nodes of its graph."""
         return self._facts[0]
 
     @cached_property
@@ -406,7 +409,7 @@ class StoredEdges:
 
 
 class BatchEdges:
-    """The edges of a batch. Their structure is built at the first use, without sorting.
+    """The edges of a batch. Their structure is gathered at the first use, without sorting.
 
     Attributes:
         shape: (number of destinations, number of sources).
@@ -423,28 +426,31 @@ class BatchEdges:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether destinations are known to ascend."""
+        """True if destinations ascend in every graph of the dataset."""
         return self._edges.is_sorted
 
     @property
     def has_structure(self) -> bool:
-        """Whether `adjacency` can be made: no edge of the dataset leaves its graph."""
+        """True if `adjacency` can be made, because no edge of the dataset leaves its graph."""
         return self._edges.has_structure
 
     @property
     def has_loops(self) -> bool:
-        """Whether some edge is a loop."""
+        """True if some edge of the batch is a loop."""
         return self._edges.structure.has_loops(self._chosen)
 
     @cached_property
     def adjacency(self) -> Adjacency:
-        """The structure."""
+        """The structure of the batch."""
         with torch.inference_mode(False):
             return self._edges.structure.of(self._chosen, self.shape)
 
 
 class _StoredStructure:
-    """The structures of all graphs, numbered within each graph. Structures of batches are gathered here."""
+    """The structures of all graphs, from which structures of batches are gathered.
+
+    Rows, columns and entries are numbered within each graph.
+    """
 
     def __init__(
         self,
@@ -472,7 +478,7 @@ class _StoredStructure:
             if is_square:
                 loops.append(_any_by_graph(whole.row_once() == whole.col, chosen.first[edges]))
         has_loops = torch.cat(loops) if loops else torch.zeros(0, dtype=torch.bool, device="cpu")
-        #: Whether some edge of a graph is a loop; None: no graph has one.
+        #: True for every graph with a loop, bool (num_graphs,) on the CPU; None: no graph has a loop.
         self._loops = has_loops if bool(has_loops.any()) else None
         self._is_symmetric = is_symmetric
         self._forward = _RowsOfGraphs(store, edges, destinations, sources, forward)
@@ -483,7 +489,7 @@ class _StoredStructure:
         self._fields = Fields([item for part in rows for item in part.fields], store.device)
 
     def has_loops(self, chosen: Chosen) -> bool:
-        """Whether some edge of a batch is a loop."""
+        """Returns True if some edge of a batch is a loop."""
         return self._loops is not None and bool(self._loops[chosen.source[0, : chosen.count]].any())
 
     def of(self, chosen: Chosen, shape: tuple[int, int]) -> Adjacency:
@@ -498,14 +504,17 @@ class _StoredStructure:
 
 
 def _cut(whole: Adjacency, chosen: Chosen, edges: int, rows: int, columns: int) -> dict[str, Tensor]:
-    """The structure of some graphs as one, with rows, columns and entries numbered within each graph.
+    """Cuts one structure of several graphs into tensors that are numbered within each graph.
 
     Args:
         whole: the structure.
         chosen: the graphs.
-        edges: pointer of the entries.
-        rows: pointer of the rows.
-        columns: pointer of the columns.
+        edges: number of the entries' pointer.
+        rows: number of the rows' pointer.
+        columns: number of the columns' pointer.
+
+    Returns:
+        Name -> tensor. Row pointers, columns, positions and slices start from 0 in each graph.
     """
     first, device = chosen.first, whole.device
 
@@ -536,9 +545,9 @@ class _RowsOfGraphs:
 
     Args:
         store: store of the graphs.
-        edges: pointer of the entries.
-        rows: pointer of the rows.
-        columns: pointer of the columns.
+        edges: number of the entries' pointer.
+        rows: number of the rows' pointer.
+        columns: number of the columns' pointer.
         parts: results of `_cut` for consecutive graphs.
     """
 
@@ -548,9 +557,9 @@ class _RowsOfGraphs:
         #: Largest number of entries of a row.
         self._most_entries = max(int(part.pop("most_entries")) for part in parts)
         empty = torch.cat([part.pop("has_empty_rows") for part in parts])
-        #: Whether a graph has a row without entries; None: none has.
+        #: True for every graph that has a row without entries, bool (num_graphs,); None: no graph has one.
         self._empty = empty if bool(empty.any()) else None
-        if len(parts) > 1:  # together they may exceed the device's memory
+        if len(parts) > 1:  # all parts together may exceed the device's memory
             parts = [{name: item.cpu() for name, item in part.items()} for part in parts]
         whole = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
         order = whole["edge_id"]
@@ -595,7 +604,7 @@ class _RowsOfGraphs:
 
 
 def _any_by_graph(flags: Tensor, pointer: Tensor) -> Tensor:
-    """Whether some flag of a graph is set, bool (number of graphs,) on the CPU."""
+    """For every graph, True if some of its flags is set, bool (number of graphs,) on the CPU."""
     before = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)]).cpu()
     return before[pointer].diff() > 0
 
@@ -605,7 +614,7 @@ Outline = tuple[list[Any], list[list[int]]]
 
 
 def same_outline(one: Outline, two: Outline) -> bool:
-    """Whether two outlines consist of the same objects and positions."""
+    """Returns True if two outlines consist of the same objects and positions."""
     return _C.hold_same(containers=[one[0]], values=two[0]) and one[1] == two[1]
 
 
@@ -613,8 +622,9 @@ class Content:
     """Detects changes of a dataset after it was stored.
 
     Another object in one of the dictionaries is always detected. Writes in place are detected when the tensor
-    that was written to is checked. Each time, the next group of `_VERSIONS_AT_ONCE` tensors is checked,
-    and further groups while that takes at most `_SHARE_OF_CHECKS` of the time since the last check.
+    that was written to is checked. Each call of `is_as_it_was` checks the next group of about
+    `_VERSIONS_AT_ONCE` tensors, and further groups as long as the checks take at most `_SHARE_OF_CHECKS` of
+    the time since the previous call.
 
     Args:
         mappings: dictionaries of the dataset.
@@ -635,7 +645,7 @@ class Content:
         self._last_check = perf_counter()
 
     def is_as_it_was(self) -> bool:
-        """Whether the dictionaries hold the same objects, and no tensor was found that was written to."""
+        """Returns False if a dictionary has another object, or a checked tensor was written to."""
         begin = perf_counter()
         end = begin + _SHARE_OF_CHECKS * (begin - self._last_check)
         self._last_check = begin
@@ -658,7 +668,7 @@ def _sum_of_versions(tensors: list[Tensor]) -> int:
 def drawn_batches(batch_sampler: Any, device: torch.device) -> Iterator[Any]:
     """Yields the batches of a sampler: int64 tensors for PyTorch's own samplers, else the sampler's items.
 
-    Order and random numbers are those of PyTorch's samplers, without a Python loop over the positions.
+    Order and random numbers are the same as with PyTorch's samplers, but no Python loop runs over positions.
 
     Args:
         batch_sampler: the loader's batch sampler.

@@ -47,10 +47,10 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 
-#: Name of an attribute of the classes that `any_layer` makes. It contains the class that is replaced.
+#: Name of an attribute of the classes that `any_layer` makes. Its value is the class that is replaced.
 REPLACED = "_original"
 
-#: Name of an attribute of swapped layers whose class was a subclass of the original. It contains this class.
+#: Name of an attribute of swapped layers whose class was a subclass of the original. Its value is this class.
 _SUBCLASS = "_replaced_class"
 
 
@@ -59,9 +59,9 @@ class Row:
     """The result of :func:`accelerate` for one layer.
 
     Attributes:
-        paths: names of the layer in the model, several if it is shared; "" is the model itself.
-        original: name of the layer's class before.
-        drop_in: name of the layer's class now, if it is a drop-in, else "".
+        paths: names of the layer in the model, several if the layer is shared; "" is the model itself.
+        original: name of the layer's class before the call.
+        drop_in: name of the layer's class after the call if this is a drop-in, else "".
         reason: why the layer was not changed; "" if it was changed.
         kernel: name of the kernel or plan that computes the layer now, if the plugin reports it.
 
@@ -83,7 +83,7 @@ class Report:
     """The result of :func:`accelerate`; ``print`` shows it as a table.
 
     Attributes:
-        rows: one per graph layer, in the order of the model.
+        rows: one row per graph layer, in the order of the model.
 
     Example:
         >>> from fastsparse_core.layer_swap import Report, Row
@@ -141,13 +141,14 @@ def accelerate(
 
     Args:
         model: any module, also a single layer.
-        drop_ins: original -> drop-in.
-        is_graph_layer: whether a layer without a drop-in is listed in the report.
-        why_not: why a drop-in would run the original's code for all inputs; "" if it would not.
-        is_generated: whether the framework itself added a name to a class at run time.
-        any_layer: for a graph layer without a drop-in: a subclass of its class that replaces it, or the
-            reason why there is none.
-        kernel: name of the kernel that computes a replaced layer, for the report.
+        drop_ins: original class -> drop-in class.
+        is_graph_layer: function that returns True for a layer that the report lists even without a drop-in.
+        why_not: function that tells why a drop-in would run the original's code for all inputs; "" if it
+            would not.
+        is_generated: function of a class and a name; True if the framework added the name at run time.
+        any_layer: function for a graph layer that no drop-in replaces: returns a subclass of the layer's
+            class that replaces it, or the reason why there is none.
+        kernel: function that names the kernel that computes a replaced layer, for the report.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -185,7 +186,7 @@ def swap(
     is_generated: Callable[[type, str], bool],
     any_layer: Callable[[Module], type[Module] | str] | None,
 ) -> str:
-    """Replaces one graph layer by its drop-in; returns why it was not replaced, "" if it was.
+    """Replaces one graph layer by its drop-in; returns the reason if it was not replaced, else "".
 
     The arguments are those of :func:`accelerate`.
     """
@@ -208,8 +209,8 @@ def swap(
 class FirstCalls:
     """Layers that become drop-ins when they are first called, for `enable()` of both plugins.
 
-    The drop-ins are imported at the first call of any layer, because the import takes as long as that of all
-    other modules of a plugin.
+    The drop-ins are imported at the first call of any layer, because importing them takes as long as
+    importing all other modules of a plugin.
 
     Args:
         framework: name of the framework in reports.
@@ -225,7 +226,7 @@ class FirstCalls:
         self._originals: dict[type[Module], type[Module]] = {}
         self._ours: tuple[type, ...] = ()
         self._swapped: WeakSet[Module] = WeakSet()
-        #: Layers that stay as they are, and why.
+        #: Layer that is not replaced -> the reason.
         self._left: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
 
         def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -245,12 +246,12 @@ class FirstCalls:
         kernel: Callable[[Any], str],
         rules: Mapping[str, Any],
     ) -> None:
-        """Sets what layers become.
+        """Sets the drop-ins and the rules by which layers are replaced.
 
         Args:
-            drop_ins: original -> drop-in.
-            ours: classes of layers that are not replaced, because they are FastSparse's.
-            kernel: name of the kernel that computes a drop-in, for reports.
+            drop_ins: original class -> drop-in class.
+            ours: classes of layers that are not replaced, because FastSparse defines them.
+            kernel: function that names the kernel that computes a drop-in, for reports.
             rules: the other arguments of :func:`swap`.
         """
         self._drop_ins, self._kernel, self._rules = drop_ins, kernel, rules
@@ -258,7 +259,7 @@ class FirstCalls:
         self._ours = ours
 
     def swap(self, layer: Module) -> str:
-        """Replaces a layer like :func:`accelerate`; returns why it was not replaced, "" if it was."""
+        """Replaces a layer like :func:`accelerate`; returns the reason if it was not replaced, else ""."""
         if not self._ours:
             importlib.import_module(self._module)
             if isinstance(layer, self._ours):
@@ -273,7 +274,7 @@ class FirstCalls:
         return reason
 
     def _recorded(self, layer: Any, reason: str, args: Any, kwargs: Any) -> Any:
-        """Calls a layer, and records in the report what computed it."""
+        """Calls a layer, and records in the report which implementation computed it."""
         reasons = [Reason(reason, "")] if reason else []
         if hasattr(type(layer), "forget_reasons"):
             type(layer).forget_reasons()
@@ -282,7 +283,7 @@ class FirstCalls:
         name = self.original_class(layer).__name__
         if reasons:
             record(name, self._framework, reasons[0].cause, reasons[0].cure)
-        elif kernel := self._kernel(layer):  # there is none if its inner layers compute everything
+        elif kernel := self._kernel(layer):  # "" if the layer's inner layers compute everything
             record(name, kernel)
         return out
 
@@ -314,7 +315,7 @@ class FirstCalls:
 
         Args:
             layer: the layer.
-            left: why its next call does not replace it; "": the next call may replace it.
+            left: reason why the layer's next call does not replace it; "": the next call may replace it.
         """
         self._swapped.discard(layer)
         self._left.pop(layer, None)
@@ -330,11 +331,11 @@ class FirstCalls:
 
 
 def no_such_name(package: str, name: str, layers: ModuleType, served_by: str) -> AttributeError:
-    """The error for a name that a plugin does not have.
+    """Makes the error for a name that a plugin does not have.
 
     Args:
         package: name of the plugin.
-        name: the name.
+        name: the name that the plugin does not have.
         layers: the framework's module of layers.
         served_by: beginning of a sentence that says how FastSparse speeds up a layer without a drop-in.
     """
@@ -356,6 +357,10 @@ def second_object(layer: Module) -> Module:
 
 def restore(model: Module, drop_ins: DropIns) -> None:
     """Replaces every drop-in of ``model`` by its original, also layers that were created as drop-ins.
+
+    Args:
+        model: any module, also a single layer.
+        drop_ins: original class -> drop-in class.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -380,12 +385,12 @@ def restore_layer(module: Module, originals: DropIns) -> None:
 
 
 def _replaced_by(klass: type) -> type[Module] | None:
-    """The class that `any_layer` replaced by this class; None if it made no such class."""
+    """The class that ``klass`` replaces, if `any_layer` made ``klass``; else None."""
     return vars(klass).get(REPLACED)
 
 
 def _layers(model: Module) -> Iterator[tuple[tuple[str, ...], Module]]:
-    """Every module of a model once, with all its names."""
+    """Yields every module of a model once, with all its names in the model."""
     if not isinstance(model, Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     found: dict[int, tuple[list[str], Module]] = {}
@@ -400,7 +405,7 @@ def _original(klass: type, drop_ins: DropIns) -> type[Module] | None:
 
 
 def _why_left(module: Module, original: type[Module], is_generated: Callable[[type, str], bool]) -> str:
-    """Why a layer's class forbids to replace it; "" if it does not."""
+    """The reason why a layer cannot be replaced because of its class or attributes; "" if it can be."""
     ancestors = type(module).__mro__
     position = ancestors.index(original)
     own = {
@@ -419,7 +424,7 @@ def _why_left(module: Module, original: type[Module], is_generated: Callable[[ty
 
 
 def _change_class(module: Module, original: type[Module], drop_in: type[Module], *, to_drop_in: bool) -> None:
-    """Changes the class, and converts attributes that the drop-in stores in another form."""
+    """Changes the class of a layer, and converts attributes that the drop-in stores in another form."""
     moved = [name for name in _stand_ins(drop_in, original) if not to_drop_in or name in vars(module)]
     values = {name: getattr(module, name) for name in moved}
     for name in moved:

@@ -1,8 +1,9 @@
-"""Tells whether a step is being recorded. Its code must not read sizes from the device or cache results.
+"""Tells whether a step is being recorded. Code that a step calls must then not read sizes or cache results.
 
 The package `capturing` sets this state; structures and attention read it. The state belongs to a thread and
-to the backward passes that the thread starts. Backward passes on a GPU run in autograd's threads, which do
-not see `threading.local`. PyTorch copies its own thread-local state to them, so the state is stored there.
+to the backward passes that the thread starts. Backward passes on a GPU run in autograd's threads, where
+`threading.local` has other values. PyTorch copies its own thread-local state to these threads, so this module
+stores its state in PyTorch's.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from typing import Any
 import torch
 
 _RUN, _DROPS = "fastsparse_core.run", "fastsparse_core.drops"
-#: The contexts of this module that are entered, in all threads: if there are none, no lookup is needed.
+#: The contexts of this module that are active in any thread. If the set is empty, no look-up is needed.
 entered: set[object] = set()
 _DEFAULTS: dict[str, Any] = {_RUN: None, _DROPS: True}
 
 
 class StepRun:
-    """One run of a step that is being recorded or will be. Structures are cached only within the run.
+    """One run of a step, during or before its recording. Structures are cached only within the run.
 
     Args:
-        has_padding: whether the last node of every structure is padding, so that dropped edges can go there.
-        of_edges: makes the structure of an edge list; called with this object, then with the arguments of
-            ``Adjacency.from_coo``.
+        has_padding: True if the last node of every structure is padding, so that dropped edges can end there.
+        of_edges: function that makes the structure of an edge list, called with this object, then with the
+            arguments of ``Adjacency.from_coo``.
         sorted_rows: (address of the storage, offset) of index tensors with sorted destinations.
-        greatest_of: returns the greatest index that a padded index tensor may contain, or None.
+        greatest_of: function that returns the greatest index that a padded index tensor may contain; None if
+            the tensor is not padded.
 
     Attributes:
-        masks: pairs for dense batches: which entries are nodes, bool (graphs, capacity per graph); and the
-            entry of every node, int64 (nodes,), arbitrary for padding.
+        masks: pairs for dense batches: mask of the entries that are nodes, bool (graphs, capacity per graph);
+            and the entry of every node, int64 (nodes,), arbitrary for padding.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class StepRun:
         self.masks: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def is_sorted(self, row: torch.Tensor) -> bool:
-        """Whether destinations are known to ascend."""
+        """Returns True if the destinations ``row`` are known to ascend."""
         return (row.untyped_storage().data_ptr(), row.storage_offset()) in self._sorted_rows
 
     def check_capacity(self, index: torch.Tensor, size: int) -> None:
-        """Checks that ``size`` rows include one for the padding; without it, a kernel would end the process.
+        """Checks that a tensor of ``size`` rows has a row for the padding.
+
+        Without this row, a kernel would index outside of the tensor, which ends the process.
 
         Raises:
             RuntimeError: indices of the padding may be ``size`` or greater.
@@ -73,7 +77,7 @@ class StepRun:
         """The structure of a graph object, built once per run."""
         found = self._structures.get((id(key), options))
         if found is None:
-            found = self._structures[id(key), options] = (key, build())  # stores the key: its id stays unique
+            found = self._structures[id(key), options] = (key, build())  # storing the key keeps its id unique
         return found[1]
 
 
@@ -89,7 +93,7 @@ def running(run: StepRun) -> contextlib.AbstractContextManager[None]:
 
 
 def drops() -> bool:
-    """Whether attention dropout is active. It is off while two runs of a step are compared."""
+    """Returns True if attention dropout is active. It is off while two runs of a step are compared."""
     return bool(_get(_DROPS))
 
 
@@ -109,7 +113,7 @@ def _stash(key: str) -> Any:
 
 
 def _put(key: str, value: Any) -> None:
-    """Stores an object in PyTorch's thread-local state, which releases it once, after its last use."""
+    """Stores an object in PyTorch's thread-local state, which later releases one reference to it."""
     if _takes_no_reference():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
@@ -117,7 +121,7 @@ def _put(key: str, value: Any) -> None:
 
 @functools.cache
 def _takes_no_reference() -> bool:
-    """Whether PyTorch takes no reference to such an object but releases one, as versions before 2.12 do."""
+    """Returns True if PyTorch takes no reference to a stored object but releases one (before 2.12)."""
     probe = object()
     count = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls("fastsparse_core.probe", probe)

@@ -1,4 +1,4 @@
-"""Reference operators in plain PyTorch and float64 (if not stated otherwise), for comparison with kernels."""
+"""Reference operators in plain PyTorch, by default in float64, for comparison with kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Dtype of the computation.
+#: Dtype in which the references compute.
 _dtype: ContextVar[torch.dtype] = ContextVar("fastsparse_reference_dtype", default=torch.float64)
 
 
@@ -32,7 +32,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _edges(adj: Adjacency) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, column and caller's position of every stored entry, int64."""
+    """Row, column, and position in the caller's edge order of every stored entry, int64 (num_edges,) each."""
     position = torch.arange(adj.num_edges, device=adj.device) if adj.edge_id is None else adj.edge_id.long()
     return adj.row().long(), adj.col.long(), position
 
@@ -42,7 +42,7 @@ def _matrix(x: Tensor) -> Tensor:
 
 
 def _in_callers_order(adj: Adjacency, entry: Tensor) -> Tensor:
-    """Values of the stored entries, each at its edge's position in the caller's list."""
+    """Reorders values of the stored entries to the caller's edge order, (num_values, ...)."""
     _, _, position = _edges(adj)
     return entry.new_zeros(adj.num_values, *entry.shape[1:]).index_copy(0, position, entry)
 
@@ -98,8 +98,8 @@ def multi_aggregate(
     """Float64 reference of :func:`fastsparse_core.multi_aggregate`, differentiable.
 
     Messages are rounded to ``message_dtype`` before they are aggregated; None: they are not rounded. The
-    gradient of an extremum is shared among the entries that have it, also if the extremum is 0, where
-    ``scatter_reduce`` is wrong.
+    gradient of an extremum is divided equally among the entries that equal it, also if the extremum is 0, for
+    which the gradient of ``scatter_reduce`` is wrong.
     """
     row, col, position = _edges(adj)
     message = _wide(x_src)[col]
@@ -162,7 +162,7 @@ def ssd_backward(
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
 ) -> Tensor:
-    """Float64 reference of the gradient of ssd's kept values at the columns ``ids``, (num_src, k)."""
+    """Float64 reference of the gradient of ssd in the kept values, whose columns are ``ids`` (num_src, k)."""
     row, col, position = _edges(adj)
     term = _wide(grad)[row].gather(1, ids.long()[col])
     for weight, index in ((value, position), (scale_dst, row), (scale_src, col)):
@@ -180,7 +180,7 @@ def ssd_value_grad(
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
 ) -> Tensor:
-    """Float64 reference of the gradient of the edge values of an ssd, (num_values,)."""
+    """Float64 reference of the gradient of ssd in the edge values, (num_values,)."""
     row, col, position = _edges(adj)
     product = (_wide(grad)[row].gather(1, ids.long()[col]) * _wide(values)[col]).sum(1)
     for scale, index in ((scale_dst, row), (scale_src, col)):
@@ -195,9 +195,10 @@ def ssd_value_grad(
 def dropout_keep(adj: Adjacency, heads: int, p: float, seed: int | Tensor) -> Tensor:
     """Mask of attention dropout, bool (num_edges, heads) in stored order.
 
-    It is the generator of ``kernels/include/fastsparse/philox.h`` in PyTorch. An entry is kept if the first
-    word of Philox4x32-10 (Salmon et al., SC 2011) with key ``seed`` and counter (row, column, head, 0) is at
-    least ``p * 2^32``. A seed may be an int64 tensor without dimensions, which the host does not read.
+    The mask is that of ``kernels/include/fastsparse/philox.h``, computed with PyTorch. An entry is kept if
+    the first word of Philox4x32-10 (Salmon et al., SC 2011) with key ``seed`` and counter (row, column, head,
+    0) is at least ``p * 2^32``. A seed may be an int64 tensor without dimensions, which the host does not
+    read.
     """
     if p == 0:
         return torch.ones(adj.num_edges, heads, dtype=torch.bool, device=adj.device)
@@ -241,9 +242,10 @@ def _softmax(adj: Adjacency, score: Tensor) -> Tensor:
 def _attend(
     adj: Adjacency, score: Tensor, v: Tensor, dropout_p: float, seed: int, edges: Tensor | None = None
 ) -> Tensor:
-    """Sum of the rows of v (num_src, heads, width), weighted by the softmax of scores in stored order.
+    """Sums the rows of v (num_src, heads, width), weighted by the softmax of the scores.
 
-    ``edges``, (num_edges, heads, width), is added to the values of the entries.
+    Scores (num_edges, heads) are in stored order. ``edges`` (num_edges, heads, width), also in stored order,
+    is added to the rows of v.
     """
     row, col, _ = _edges(adj)
     keep = dropout_keep(adj, score.size(1), dropout_p, seed)
@@ -280,7 +282,7 @@ def attention(
 
 
 def _projected(edge_attr: Tensor, edge_weight: Tensor, heads: int) -> Tensor:
-    """``W a`` of every value, (num_values, heads, width)."""
+    """Projected features of every edge, :math:`W a`, (num_values, heads, width)."""
     return (_matrix(_wide(edge_attr)) @ _wide(edge_weight).t()).unflatten(1, (heads, -1))
 
 

@@ -1,7 +1,7 @@
-"""Graphs with several types of edges: structures over pairs of a node and a relation, in both plugins.
+"""Graphs with several types of edges (relations): structures over pairs of a node and a relation.
 
-There is a pair for every node and relation that have a common edge. Pairs are sorted by relation, so the
-pairs of a relation are consecutive rows, which are multiplied by the relation's matrix.
+Every node has a pair for each relation of its edges. Pairs are sorted by relation, so the pairs of a relation
+are consecutive rows, which can be multiplied by the relation's matrix. Both plugins use this module.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Pairs:
         found: Segments | None = self._memo.results.get("segments")
         if found is None:
             found = find_segments(self.index, None, len(self), self.of_edge.numel())
-            if recorded.current() is None:  # otherwise, they are valid only in this run of a captured step
+            if recorded.current() is None:  # else, the segments are valid only in this run of a captured step
                 self._memo.results["segments"] = found
         return found
 
 
 class Relations:
-    """Edges with a relation each. Derived structures are built on first use and cached.
+    """Edges that each have a relation. Derived structures are built on first use and cached.
 
     Args:
         dst: destinations, integers (num_edges,), in range; copied.
@@ -67,8 +67,8 @@ class Relations:
     def __init__(
         self, dst: Tensor, src: Tensor, kind: Tensor, shape: tuple[int, int], num_relations: int
     ) -> None:
-        # Copies: a view would keep the caller's tensor alive, and the caches drop an entry when that tensor
-        # dies.
+        # Copies, because views would keep the caller's tensor alive, but caches drop their entry when this
+        # tensor is freed.
         self.dst, self.src, self.kind = (it.to(torch.int32, copy=True) for it in (dst, src, kind))
         self.shape = shape
         self.num_relations = num_relations
@@ -92,7 +92,7 @@ class Relations:
         return self._memo.get("src_pairs", lambda: self._pairs(self.src, self.shape[1]))
 
     def _pairs(self, node: Tensor, num_nodes: int) -> Pairs:
-        if recorded.current() is not None:  # the number of pairs cannot be read: all have a row
+        if recorded.current() is not None:  # the number of pairs cannot be read: every pair gets a row
             every = torch.arange(num_nodes, device=node.device).repeat(self.num_relations)
             firsts = tuple(num_nodes * relation for relation in range(self.num_relations + 1))
             return Pairs(every, self.kind * num_nodes + node, firsts)
@@ -145,7 +145,7 @@ class Relations:
         return Adjacency.from_coo(pairs.of_edge, column, (len(pairs), num_columns))
 
     def share(self, dtype: torch.dtype) -> Tensor:
-        """For every edge, 1 / the number of edges with its destination and relation, (num_edges,)."""
+        """For every edge, 1 / the number of edges with the same destination and relation, (num_edges,)."""
 
         def build() -> Tensor:
             pair = self.dst_pairs.of_edge
@@ -156,7 +156,12 @@ class Relations:
         return self._memo.get(("share", dtype), build)
 
     def transforms_first(self, width: int, out_width: int) -> bool:
-        """Whether the linear map before the sum moves fewer numbers than the linear map after the sum."""
+        """Returns True if fewer numbers are read and written with the linear map before the sum than after.
+
+        Args:
+            width: number of features before the linear map.
+            out_width: number of features after the linear map.
+        """
         pairs, sources = len(self.dst_pairs), len(self.src_pairs)
         sums_first = self.num_edges * width + 2 * pairs * (width + out_width)
         return sources * (3 * width + out_width) + self.num_edges * out_width < sums_first
@@ -183,7 +188,7 @@ class Relations:
 
 
 class _WithEveryPair(Relations):
-    """:attr:`Relations.with_every_pair`."""
+    """Result of :attr:`Relations.with_every_pair`."""
 
     def __init__(self, relations: Relations) -> None:
         self.dst, self.src, self.kind = relations.dst, relations.src, relations.kind

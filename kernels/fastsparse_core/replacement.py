@@ -1,7 +1,7 @@
 """Replaces functions and classes of another package, reversibly, for `enable()` of both plugins.
 
-A plugin has a table of :class:`Hook`. All hooks are checked before anything is replaced. If the package has
-changed the parameters of one function, nothing is replaced.
+A plugin has a table of hooks (:class:`Hook`). A plugin first checks all hooks with :func:`problems`. If the
+package has changed the parameters of one function, the plugin replaces nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any
 
 from fastsparse_core.log import warn_of_user
 
-#: Owner, name of its attribute, and previous value; :data:`ABSENT` if it had no attribute of its own.
+#: Owner, name of an attribute, and the attribute's previous value; :data:`ABSENT` if the owner itself did not
+#: define the attribute.
 Change = tuple[Any, str, Any]
 ABSENT = object()
-#: Parts of `enable()` that stay off, separated by commas.
+#: Environment variable with the parts of `enable()` that stay off, separated by commas.
 DISABLE_VARIABLE = "FASTSPARSE_DISABLE"
-#: All parts, of both plugins.
+#: All parts of `enable()` of both plugins.
 PARTS = ("layers", "scatter", "pool", "loaders", "sparse_mm", "shims", "dgl")
 
 
@@ -34,11 +35,11 @@ class Hook:
     Attributes:
         place: module, or ``module:class``.
         name: name of a function or class in ``place``.
-        parameters: names of its parameters, separated by commas; None: they are not checked.
+        parameters: names of the function's parameters, separated by commas; None: they are not checked.
         function: the replacement; if ``wraps``, it is called with the original as first argument.
-        wraps: whether the replacement needs the original.
-        holders: given the name of a module, whether names of the same object are also replaced in that
-            module. None: only in `place`.
+        wraps: True if the replacement needs the original.
+        holders: function of a module's name; True if all names of the same object in this module are
+            replaced. None: only the name in `place` is replaced.
     """
 
     place: str
@@ -54,14 +55,14 @@ class Hook:
         return f"{self.place.replace(':', '.')}.{self.name}"
 
     def owner(self) -> Any:
-        """The module or class that has the name."""
+        """The module or class whose attribute is replaced."""
         module, _, owner = self.place.partition(":")
         found = importlib.import_module(module)
         return getattr(found, owner) if owner else found
 
 
 def problems(hooks: Iterable[Hook]) -> list[str]:
-    """Differences between the installed package and the hooks, one sentence each."""
+    """Differences between the installed package and the package that the hooks expect, one text each."""
     return [problem for hook in hooks for problem in _problem(hook)]
 
 
@@ -108,7 +109,7 @@ def replace(owner: Any, name: str, new: Any) -> Change:
 
 
 def _references(objects: list[Any]) -> dict[int, list[tuple[ModuleType, str]]]:
-    """All names of each object in the loaded modules, by the object's `id`."""
+    """For the `id` of each object, all loaded modules with a name of the object, and the name."""
     found: dict[int, list[tuple[ModuleType, str]]] = {id(each): [] for each in objects}
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
@@ -119,7 +120,7 @@ def _references(objects: list[Any]) -> dict[int, list[tuple[ModuleType, str]]]:
 
 
 def _around(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
-    """The function that replaces the original; made by ``function.bind`` if the replacement has that."""
+    """The function that replaces the original; ``function.bind`` makes it if ``function`` has ``bind``."""
     bind = getattr(function, "bind", None)
     if bind is not None:
         replaced = bind(function, original)
@@ -141,7 +142,7 @@ def original_of(function: Any) -> Any:
 
 
 def remove(done: list[Change]) -> None:
-    """Undoes changes, except of names that have been changed again by others."""
+    """Undoes changes in reverse order, and empties the list."""
     for owner, name, own in reversed(done):
         if own is ABSENT:
             delattr(owner, name)
@@ -151,7 +152,7 @@ def remove(done: list[Change]) -> None:
 
 
 def enabled_parts(parts: Iterable[str]) -> list[str]:
-    """The parts that the environment variable does not turn off; warns about unknown names."""
+    """The parts that `DISABLE_VARIABLE` does not turn off; warns about unknown names in the variable."""
     off = {each.strip() for each in os.environ.get(DISABLE_VARIABLE, "").split(",")}
     if unknown := sorted(off.difference(PARTS, {""})):
         names = ", ".join(map(repr, unknown))

@@ -46,17 +46,19 @@ def segment_reduce(
             tensor, and again after in-place edits.
         reduce: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"mul"``, ``"var"`` or ``"std"``. Variance and
             standard deviation divide by the number of rows (no Bessel correction).
-        return_arg: whether to also return the row of each maximum or minimum.
+        return_arg: if True, also returns the row of each maximum or minimum. Only for ``"max"`` and
+            ``"min"``.
 
     Returns:
-        (S, ...) in the dtype of ``src``; 16-bit floating-point numbers are reduced in float32. Empty segments
-        give 0, and 1 for products. With ``return_arg`` also int64 (S, ...): the first row that has the
-        maximum or minimum, or E for empty segments. The gradient of a maximum or minimum goes to that row.
-        The result is differentiable any number of times.
+        (S, ...) in the dtype of ``src``; 16-bit floating-point numbers are reduced in float32. The result of
+        an empty segment is 0, or 1 for products. With ``return_arg`` also int64 (S, ...): the first row that
+        has the maximum or minimum, or E for empty segments. The gradient of a maximum or minimum goes to this
+        row. The result is differentiable any number of times.
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: shapes, devices or ``rowptr`` do not fit, or the reduction is unknown.
+        ValueError: shapes, devices or ``rowptr`` do not fit together, the reduction is unknown, or
+            ``return_arg`` is True for another reduction than ``"max"`` and ``"min"``.
 
     Example:
         >>> import torch
@@ -106,18 +108,18 @@ def scatter(
     .. math::
         out_s = \bigoplus_{e : index_e = s} src_e
 
-    The index is sorted once, and the order is cached until the tensor is changed or freed. Rows are read in
-    that order without a copy. An ascending index needs no sort.
+    The index is sorted once, and the order is cached until the index tensor is changed or freed. Rows are
+    read in this order, without a sorted copy of ``src``. An ascending index needs no sort.
 
     Args:
         src: (E, ...), float64, float32, float16, bfloat16 or integer.
         index: int32 or int64 (E,), in any order.
-        dim_size: number of results S; None: the largest index + 1.
+        dim_size: number of results S; None: the largest index + 1, for which the host waits for the device.
         reduce: as in :func:`segment_reduce`.
         return_arg: as in :func:`segment_reduce`.
 
     Returns:
-        As :func:`segment_reduce`.
+        The same as :func:`segment_reduce`; an index without rows is an empty segment.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -149,8 +151,8 @@ def segment_softmax(src: Tensor, rowptr: Tensor) -> Tensor:
         rowptr: as in :func:`segment_reduce`.
 
     Returns:
-        Like ``src``, computed in float32 or wider; 0 in segments whose values are all :math:`-\infty`.
-        Differentiable any number of times.
+        A tensor in the shape and dtype of ``src``, computed in float32 or float64; 0 in segments whose values
+        are all :math:`-\infty`. Differentiable any number of times.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -179,7 +181,7 @@ def scatter_softmax(src: Tensor, index: Tensor, dim_size: int | None = None) -> 
         dim_size: as in :func:`scatter`.
 
     Returns:
-        As :func:`segment_softmax`.
+        The same as :func:`segment_softmax`.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -196,16 +198,16 @@ def scatter_softmax(src: Tensor, index: Tensor, dim_size: int | None = None) -> 
 
 
 def gather_csr(src: Tensor, rowptr: Tensor, num_rows: int | None = None) -> Tensor:
-    r"""Repeats the row of each segment for all rows of that segment: the reverse of :func:`segment_reduce`.
+    r"""Repeats row s of ``src`` for every row of segment s: the reverse of :func:`segment_reduce`.
 
     Args:
         src: (S, ...), any dtype.
         rowptr: int32 or int64 (S + 1,), as in :func:`segment_reduce`.
-        num_rows: E, the last entry of ``rowptr``; None: read from the device.
+        num_rows: E, the last entry of ``rowptr``; None: the host reads it from the device.
 
     Returns:
-        (E, ...) with :math:`out_e = src_s` for :math:`rowptr_s \le e < rowptr_{s + 1}`. Its gradient is a sum
-        over each segment.
+        (E, ...) with :math:`out_e = src_s` for :math:`rowptr_s \le e < rowptr_{s + 1}`. The gradient of
+        ``src`` is a sum over each segment.
 
     Raises:
         ValueError: shapes, devices or ``rowptr`` do not fit.
@@ -224,7 +226,7 @@ def gather_csr(src: Tensor, rowptr: Tensor, num_rows: int | None = None) -> Tens
 
 
 def rows_of(x: Tensor, index: Tensor) -> Tensor:
-    """``x.index_select(0, index)`` with a gradient that uses no atomics; indices are not checked."""
+    """Computes ``x.index_select(0, index)`` with a gradient without atomics; does not check the indices."""
     num_rows = index.numel()
     if x.dim() == 2:
         return cast("Tensor", gather_op(x, index, None, num_rows))

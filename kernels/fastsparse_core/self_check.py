@@ -1,6 +1,7 @@
 """Compares every operator with its float64 reference on a small graph, for the doctor.
 
-The import of this module must not fail if PyTorch is missing or broken, so functions import PyTorch.
+The import of this module must not fail if PyTorch is missing or broken. So PyTorch is imported inside of
+functions.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ Shapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one operator's self-check on one device; `error` is None if the check raised `message`."""
+    """Result of one operator's self-check on one device.
+
+    Attributes:
+        operator: name of the operator and its options.
+        device: name of the device.
+        error: largest relative error of outputs and gradients; None if the check raised an exception.
+        milliseconds: time of a forward and backward pass on the host, after a first call.
+        message: the exception's type and message; "" if there was none.
+    """
 
     operator: str
     device: str
@@ -29,7 +38,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether output and gradients agree with the reference to float32 accuracy."""
+        """True if output and gradients agree with the reference up to a relative error of 1e-5."""
         return self.error is not None and self.error <= 1e-5
 
 
@@ -42,7 +51,7 @@ def check_operators(device: str) -> list[Check]:
         device: ``"cpu"`` or ``"cuda:0"`` and so on.
 
     Returns:
-        One result for each operator; an operator that raises is a result too.
+        One result for each operator, also for an operator that raises an exception.
     """
     num_dst, num_src, num_edges, heads, width = _NUM_DST, _NUM_SRC, _NUM_EDGES, 2, 16
     matrices = ((num_dst, width), (num_src, width))
@@ -99,7 +108,10 @@ def check_operators(device: str) -> list[Check]:
 
 
 def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], device: str) -> Check:
-    """Runs one operator's self-check on random tensors of the given shapes; the last may be ``named``."""
+    """Runs one operator's self-check on random tensors of the given shapes.
+
+    ``options["named"]`` has the names of the last tensors that are keyword arguments.
+    """
     try:
         import torch
 
@@ -108,7 +120,7 @@ def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], devic
 
         generator = torch.Generator().manual_seed(0)
         row = torch.randint(1, _NUM_DST, (_NUM_EDGES,), generator=generator)
-        row[:150] = 3  # a heavy row; row 0 stays empty
+        row[:150] = 3  # a row with many entries; row 0 stays empty
         col = torch.randint(0, _NUM_SRC, (_NUM_EDGES,), generator=generator)
         adj = fastsparse_core.Adjacency.from_coo(row.to(device), col.to(device), (_NUM_DST, _NUM_SRC))
         inputs = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
@@ -123,7 +135,7 @@ def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], devic
             total = sum(result.square().sum() for result in results)
             return [*(result.detach() for result in results), *torch.autograd.grad(total, copies)]
 
-        # The reference has one algorithm.
+        # References have no argument `algorithm`.
         formula = {key: option for key, option in options.items() if key != "algorithm"}
         operator, exact = getattr(fastsparse_core, name), getattr(reference, name)
         if name == "ssd":  # its sparse rows are the entries that maxk keeps
@@ -134,7 +146,7 @@ def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], devic
             def exact(adj: Any, x: Any, value: Any, k: int) -> Any:
                 return reference.ssd(adj, *reference.maxk(x, k), x.size(1), value)
 
-        if name in ("scatter", "scatter_softmax"):  # they take the row of every edge as an index
+        if name in ("scatter", "scatter_softmax"):  # these operators get the row of every edge as their index
             index = row.to(device)
             by_index, by_index_exact = operator, exact
 

@@ -33,16 +33,16 @@ from fastsparse_core.ops.spmm import plain_spmm, spmm, spmm_of_values
 from fastsparse_core.replacement import enabled_parts
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: For COO matrices on the CPU with at least this many entries, building the structure takes less time than
-#: one product of PyTorch, so it is built at the first product. Other structures are built at the second
-#: product, or at the first one if PyTorch has no 16-bit product.
+#: For COO matrices on the CPU with at least this number of entries, building the structure takes less time
+#: than one product of PyTorch, so the structure is built at the first product. Other structures are built at
+#: the second product, or at the first product if PyTorch has no product in a 16-bit dtype.
 FROM_FIRST_PRODUCT = 4096
-#: For COO matrices on the CPU with at most this many entries, PyTorch computes gradients of ``A @ x``:
+#: For COO matrices on the CPU with at most this number of entries, PyTorch computes gradients of ``A @ x``:
 #: marking the transposed copy of every backward pass with its structure takes as long as the product.
 _FEW = 2048
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc)
 _16_BITS = (torch.float16, torch.bfloat16)
-#: Reason why PyTorch's own code runs -> what to do about it.
+#: Reason in the report if the structure was not built yet, and the advice for reasons that have one.
 _NEW = "the matrix is new"
 _CURES = {_NEW: "Make it once and keep it"}
 _KEYS = ("SparseCPU", "SparseCsrCPU", "SparseCUDA", "SparseCsrCUDA")
@@ -56,7 +56,7 @@ _met = Sightings()
 def enable() -> None:
     """Runs products of sparse and dense matrices on the kernels, unless ``FASTSPARSE_DISABLE=sparse_mm``.
 
-    A second call changes nothing. :func:`disable` undoes it.
+    A second call changes nothing. :func:`disable` undoes :func:`enable`.
     """
     global _library
     with _lock:
@@ -85,7 +85,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether `enable` is active, so that products of sparse PyTorch matrices run on the kernels."""
+    """Returns True if `enable` is active, so that products of sparse PyTorch matrices run on the kernels."""
     return _library is not None
 
 
@@ -97,7 +97,7 @@ def clear_structures() -> None:
 
 
 def structures_info() -> CacheInfo:
-    """Hits, misses, entries and bytes of the cached structures."""
+    """Counters of the cache of structures (`CacheInfo`)."""
     return _cache.info()
 
 
@@ -111,8 +111,8 @@ def _register(library: Any, name: str, function: Callable[..., Any], key: str) -
 
 
 def _structure(matrix: Tensor, dtype: torch.dtype) -> Adjacency | None:
-    """The structure of a matrix; None if it has not come often enough, or its edits could not be noticed."""
-    if matrix.is_inference():  # has no version counter
+    """The structure of a matrix; None if the matrix is new, or edits of the matrix could not be detected."""
+    if matrix.is_inference():  # inference tensors have no version counter
         return None
     owner = matrix
     is_coo = matrix.layout is torch.sparse_coo
@@ -144,7 +144,7 @@ def _indices_of(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _stamp(matrix: Tensor, pointers: Tensor, indices: Tensor) -> Hashable:
-    """Properties that change with the content. Matrix, indices and values share a version counter."""
+    """Properties that change with the matrix. Matrix, indices and values share a version counter."""
     return matrix._version, pointers.data_ptr(), indices.data_ptr(), indices.shape
 
 
@@ -168,7 +168,7 @@ def _is_small(matrix: Tensor) -> bool:
 
 
 def _transpose(matrix: Tensor, dim0: int, dim1: int) -> Tensor:
-    """Transposes a COO matrix like PyTorch, and caches the structure of the result."""
+    """Transposes a COO matrix like PyTorch. If the matrix has a cached structure, the result gets one too."""
     out = matrix.clone().transpose_(dim0, dim1)
     if _is_small(matrix):
         return out
@@ -215,7 +215,7 @@ def _remember(matrix: Tensor, x: Tensor, values: Tensor, adj: Adjacency) -> None
 
 
 def _again(matrix: Tensor, x: Tensor) -> tuple[_Repeated, Tensor] | None:
-    """The last product of this matrix and its values, if this product is like it; None: checks are needed."""
+    """Properties of the matrix's last product, and the matrix's values; None if this product differs."""
     known = _repeated.get(id(matrix))
     if known is None or known[0]() is not matrix or matrix._version != known[1]:
         return None
@@ -270,7 +270,7 @@ def _known(matrix: Tensor, x: Tensor) -> tuple[Adjacency, Tensor] | None:
 
 
 def _product(matrix: Tensor, x: Tensor) -> Tensor | None:
-    """``matrix @ x`` without gradients; None: PyTorch's own code has to compute it."""
+    """Computes ``matrix @ x`` without gradients; None: PyTorch's own code has to compute the product."""
     again = _again(matrix, x)
     if again is not None:
         (*_, adj, key), values = again
@@ -292,10 +292,10 @@ def _product(matrix: Tensor, x: Tensor) -> Tensor | None:
 
 
 def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
-    """``torch.sparse.mm`` with its gradients.
+    """Computes ``torch.sparse.mm`` with gradients.
 
-    PyTorch's implementation adds the product to zeros, transposes a copy of a COO matrix in every backward
-    pass, and computes the gradient of the values from that of a dense matrix.
+    PyTorch's implementation is slower: it adds the product to zeros, transposes a copy of a COO matrix in
+    every backward pass, and computes the gradient of the values from the gradient of a dense matrix.
     """
     is_cast = torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
     is_recorded = torch.is_grad_enabled() and (matrix.requires_grad or x.requires_grad)
@@ -312,7 +312,7 @@ def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
             record("torch.sparse product", "spmm")
             return spmm_of_values(again[0].adj, x, again[1])
         is_coo = matrix.layout is torch.sparse_coo
-        # PyTorch has no gradient for CSC, and coalesces that of COO.
+        # PyTorch has no gradient for CSC matrices, and coalesces the gradient of COO matrices.
         if not needs_values or (matrix.is_coalesced() if is_coo else matrix.layout is torch.sparse_csr):
             known = _known(matrix, x)
             if known is not None:
@@ -330,9 +330,9 @@ def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
 
 
 def _mm(left: Tensor, right: Tensor) -> Tensor:
-    """``torch.mm`` of a CSR or CSC matrix, below autograd.
+    """Computes ``torch.mm`` of a CSR or CSC matrix, below autograd.
 
-    PyTorch's implementation converts CSC, the layout in backward passes, to CSR in every call.
+    PyTorch's implementation converts CSC matrices, which backward passes use, to CSR in every call.
     """
     out = None
     if right.layout is torch.strided:
@@ -354,7 +354,7 @@ def _mm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """``torch.addmm`` of a sparse matrix; PyTorch's ``mm`` calls it too, with ``beta=0``."""
+    """Computes ``torch.addmm`` of a sparse matrix; PyTorch's ``mm`` calls it too, with ``beta=0``."""
     if bias.layout is torch.strided and bias.dtype is right.dtype and bias.device == right.device:
         out = _product(left, right) if not beta or _can_expand(bias, left, right) else None
         if out is not None:

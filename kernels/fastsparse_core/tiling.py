@@ -1,8 +1,8 @@
 """Full-graph training in tiles of rows, for models whose activations do not fit into memory.
 
 Between two neighbour sums, a model computes each row independently. These parts of the model run for one tile
-of rows at a time. Only the inputs of the sums are whole matrices. The backward pass computes everything else
-again.
+of rows at a time. Only the inputs of the sums are stored as whole matrices. The backward pass computes all
+other activations again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Bytes of a tile's features. About ten such matrices exist at a time in the backward pass.
+#: Number of bytes of a tile's features. In the backward pass, about ten such matrices exist at a time.
 _TILE_BYTES = 2**28
-#: Rows of the check whether the model works row by row.
+#: Number of rows with which :meth:`_Run.check` tests that the model works row by row.
 _ROWS_CHECKED = 64
 #: Relative difference up to which two results of the check are the same except for rounding.
 _ROUNDING = 0.02
-#: The same difference for equal operations on equally many rows, in dtypes of more than 16 bits.
+#: Largest relative difference between results of equal operations on equally many rows, in dtypes of more
+#: than 16 bits.
 _SAME_OPERATIONS = 1e-4
 
 
@@ -43,10 +44,11 @@ class NeighbourSum(NamedTuple):
         scale_dst: s, (num_dst,) in the accumulation dtype; None: 1.
         scale_src: t, (num_src,) in the accumulation dtype; None: 1.
         loop: l, one number in the accumulation dtype, for square structures; None: 0.
-        reads_own: whether the layer reads a node's own features after the sum.
+        reads_own: True if the layer reads a node's own features after the sum.
         part: the :class:`fastsparse_core.distributed.PartitionedAdjacency` whose rows ``adj`` has; None:
             there is one process.
-        exchange: how its processes exchange features of the columns.
+        exchange: the `ColumnExchange` that exchanges features of the columns between processes; None without
+            ``part``.
     """
 
     adj: Adjacency
@@ -58,7 +60,11 @@ class NeighbourSum(NamedTuple):
     exchange: Any = None
 
     def of_this_process(self, like: Tensor) -> NeighbourSum:
-        """The sum with this rank's rows if the structure is partitioned; ``like``: features. Collective."""
+        """If the structure is partitioned, the sum with this rank's rows, else self. Collective.
+
+        Args:
+            like: features (num_src, width), for their dtype.
+        """
         part: Any = self.adj
         if not part.is_partitioned:
             return self
@@ -66,14 +72,19 @@ class NeighbourSum(NamedTuple):
         return self._replace(adj=part.rows, scale_src=scale_src, part=part, exchange=part.column_exchange)
 
     def reader(self, x: Tensor, tile_rows: int) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-        """Returns a function of (begin, end), which returns these rows' sums and own features. Collective."""
+        """Returns a function (begin, end) -> sums and own features of these rows. Collective.
+
+        Args:
+            x: input of the layer (own nodes, width).
+            tile_rows: number of rows of a tile with all columns.
+        """
         if self.part is None:
             return lambda begin, end: (self.tile(x, begin, end), x[begin:end])
         sums = self.of_all_rows(x, tile_rows)
         return lambda begin, end: (sums[begin:end], x[begin:end])
 
     def of_all_rows(self, x: Tensor, tile_rows: int) -> Tensor:
-        """Computes the sums of all rows of a divided structure. Collective."""
+        """Computes the sums of all rows of a partitioned structure, (num_dst, width). Collective."""
         out = x.new_empty(self.adj.num_dst, x.size(1))
         for columns, sources in self.exchange.sources(x):
             for begin, end in _tiles(out.size(0), tile_rows, x.size(1), sources.size(1)):
@@ -100,19 +111,19 @@ class NeighbourSum(NamedTuple):
         return grad
 
     def tile(self, x: Tensor, begin: int, end: int) -> Tensor:
-        """Computes the sums of the rows from ``begin`` to ``end``."""
+        """Computes the sums of the rows from ``begin`` to ``end - 1``, (end - begin, width)."""
         adj = self.adj
-        # Read from the device once, so later passes do not wait for it.
+        # The pointers are read from the device once and cached, so later passes do not wait for the device.
         place = ("fastsparse_core.tiling", begin, end)
         first, last = adj.derived(place, lambda: adj.rowptr[[begin, end]].tolist())
         rows = Adjacency(adj.rowptr[begin : end + 1] - first, adj.col[first:last], (end - begin, adj.num_src))
         scale_dst = None if self.scale_dst is None else self.scale_dst[begin:end]
-        # A tile is used once: it is not worth converting for the tensor cores.
+        # "csr", because a tile is used once, which is not worth a conversion for the tensor cores.
         out = launch_spmm(rows, x, None, scale_dst, self.scale_src, None, "csr")
         return self.with_own(out, x[begin:end], slice(begin, end))
 
     def with_own(self, out: Tensor, x: Tensor, rows: slice | Tensor) -> Tensor:
-        """Adds the terms of the loops of some rows, with their features ``x``, to ``out``, in place."""
+        """Adds the terms of the loops of some rows, whose features are ``x``, to ``out``, in place."""
         if self.loop is None:
             return out
         weight = self.loop
@@ -125,7 +136,7 @@ class NeighbourSum(NamedTuple):
         return NeighbourSum(self.adj.t(valued=False), self.scale_src, self.scale_dst)
 
     def of_rows(self, rows: Tensor) -> NeighbourSum:
-        """The same for some of the rows, int64 (num_rows,), without loops."""
+        """The sum for some of the rows, int64 (num_rows,), without loops. Collective with ``part``."""
         adj, scale_src, exchange = self.adj, self.scale_src, None
         rowptr, col = select_rows(adj.rowptr, adj.col, rows)
         scale_dst = None if self.scale_dst is None else self.scale_dst[rows]
@@ -138,7 +149,7 @@ class NeighbourSum(NamedTuple):
 
 
 def is_free_of_loops(part: Any) -> bool:
-    """Whether no edge of a graph is a loop. Collective.
+    """Returns True if no edge of the whole graph is a loop. Collective.
 
     Args:
         part: :class:`fastsparse_core.distributed.PartitionedAdjacency`.
@@ -164,7 +175,7 @@ class TiledLayer(Protocol):
         ...
 
     def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
-        """The layer's result for some rows, from their sums and their own features."""
+        """Computes the layer's result for some rows from the rows' sums and own features."""
         ...
 
 
@@ -174,8 +185,9 @@ class TiledModel:
     Args:
         model: called as ``model(x, edges)``.
         layers: the model's graph layers, each with the methods of `TiledLayer`.
-        tile_rows: number of rows per tile; None: as many as take 256 MiB at the model's widest layer.
-        offload: whether the backward pass reads the sums from host memory.
+        tile_rows: number of rows per tile; None: the number of rows that take 256 MiB at the model's widest
+            layer.
+        offload: if True, the sums for the backward pass are stored in host memory.
     """
 
     def __init__(
@@ -192,7 +204,7 @@ class TiledModel:
 
         Args:
             x: node features (N, F), on the device of the edges or on the host.
-            edges: what the model takes as its second argument: edge_index (2, E), or an Adjacency.
+            edges: second argument of the model: edge_index, int64 (2, E), or an Adjacency.
             rows: nodes to compute results for, int64 (num_rows,); None: all nodes, in their order.
 
         Returns:
@@ -235,7 +247,7 @@ class TiledModel:
 
 
 class _Reached(BaseException):
-    """Raised when the model reaches the layer at which the current part ends."""
+    """Raised when the model reaches the layer at which the current part ends; ``x``: the layer's input."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
@@ -254,7 +266,8 @@ class _Run:
         self.edges, self.num_nodes = edges, x.size(0)
         self.device: torch.device = edges.device
         self.rows = None if rows is None else rows.to(self.device)
-        # Random numbers of a tile depend on this seed and its place, so that they can be drawn again.
+        # The random numbers of a tile depend on this seed and on the numbers of the part and the tile, so
+        # that the backward pass can draw them again.
         self.seed = int(torch.randint(2**62, ()))
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -281,7 +294,10 @@ class _Run:
 
     @contextlib.contextmanager
     def in_its_state(self) -> Iterator[None]:
-        """Context with the random numbers and autocast of the call, in which layers run as parts."""
+        """Context in which layers run in parts, with the autocast state of the call.
+
+        It restores PyTorch's random generators and the layers' ``forward`` at its end.
+        """
         cuda = [self.device] if self.device.type == "cuda" else []
         is_on, dtype = self.autocast
         # A cast that autocast caches without gradients would hide the parameter from calls that need
@@ -349,7 +365,7 @@ class _Run:
             self._is_whole = False
 
     def _set_seed(self, nth: int, number: int) -> None:
-        """Sets the seed of a part for a tile."""
+        """Seeds the random generators for part ``nth`` and tile ``number``."""
         seed = (self.seed + (nth << 32) + number) % 2**63
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
@@ -393,12 +409,13 @@ class _Run:
             ValueError: a part needs more than the sums of its layer, or a row's result depends on other rows.
         """
         modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()  # dropped features would differ
+        self.model.eval()  # without dropout, whose masks would differ
         try:
             with self.in_its_state(), torch.no_grad():
                 for nth in range(len(self.sums) + 1):
                     self._check_part(nth)
-                # Functions between layers may be undefined for random numbers, and features may be all 0.
+                # Both are needed: functions between layers may be undefined for random numbers, and the
+                # caller's features may be all 0.
                 self._check_connections(self._none.new_empty(_ROWS_CHECKED, x.size(1)).normal_())
                 self._check_connections(x[:_ROWS_CHECKED].detach().to(self.device))
         finally:
@@ -428,8 +445,8 @@ class _Run:
     def _check_connections(self, x: Tensor) -> None:
         """Compares the parts, one after the other, with the whole model.
 
-        This finds parts that read a sum or mean over all nodes from an earlier part. In :meth:`check`,
-        earlier parts have no rows, so such sums are 0 and means are NaN.
+        The comparison finds parts that read a sum or mean over all nodes from an earlier part. In
+        :meth:`_check_part`, earlier parts have no rows, so such sums are 0 and means are NaN.
         """
         expected = self._whole(x)
         found = x
@@ -477,7 +494,7 @@ class _Run:
         return _Recomputed(sums, features, self.tile_rows, again)
 
     def _first_input(self, x: Tensor) -> Tensor:
-        """Input of the first layer, on the device."""
+        """Computes the input of the first layer, (num_nodes, width), on the device."""
         if self.begins_with_layer:
             return x.detach().to(self.device, non_blocking=True)
         like = self._inputs[0]
@@ -492,9 +509,9 @@ class _Run:
     def backward(
         self, grad: Tensor, x: Tensor, parameters: Sequence[Tensor], kept: list[_Kept]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Gradients of the input and the parameters. It empties ``kept``, to free memory early."""
+        """Computes the gradients of the input and the parameters; empties ``kept``, to free memory early."""
         totals = _Totals(parameters)
-        gradients = [grad]  # only the list holds them, so one that was read can be overwritten or freed
+        gradients = [grad]  # the only reference to the gradient, so that it can be overwritten or freed
         del grad
         for nth in range(len(self.sums), 0, -1):
             continues = nth > 1 or x.requires_grad or not self.begins_with_layer
@@ -507,7 +524,11 @@ class _Run:
     def _back(
         self, nth: int, kept: list[_Kept], gradients: list[Tensor], totals: _Totals, *, continues: bool
     ) -> None:
-        """Replaces the gradient of a part's result by that of the layer's input, if ``continues`` is true."""
+        """Adds the parameters' gradients of a part to ``totals``.
+
+        If ``continues`` is True, replaces the gradient of the part's result in ``gradients`` by the gradient
+        of the layer's input. Otherwise, removes it.
+        """
         grad, layer = gradients.pop(), kept.pop()
         of_sums: Tensor | None = None
         of_own: Tensor | None = None
@@ -520,7 +541,7 @@ class _Run:
             if not continues:
                 continue
             if of_sums is None:
-                # The first gradient is the caller's, the others may be overwritten.
+                # The gradient of the last part's result belongs to the caller; others may be overwritten.
                 fits = nth < len(self.sums) and grad.shape[1] == sums.shape[1] and grad.dtype == sums.dtype
                 of_sums = grad if fits else sums.new_empty(layer.num_rows, sums.size(1))
                 of_own = None if found[1] is None else own.new_empty(layer.num_rows, own.size(1))
@@ -549,7 +570,7 @@ class _Run:
                 del tile
             grad = total
             del total
-        # Other gradients of the nodes' own features: from the layer, and from loops.
+        # Adds the other gradients of the nodes' own features: from the layer, and from loops.
         for begin, end in _tiles(num_rows, self.tile_rows):
             if sums_of.loop is None and (of_own is None or is_added):
                 break
@@ -563,7 +584,7 @@ class _Run:
         gradients.append(grad)
 
     def _back_to_x(self, x: Tensor, gradients: list[Tensor], totals: _Totals) -> None:
-        """Replaces the gradient of the first layer's input by that of the model's input."""
+        """Replaces the gradient of the first layer's input by the gradient of the model's input."""
         grad = gradients.pop()
         of_x = torch.empty(x.shape, dtype=x.dtype, device=self.device) if x.requires_grad else None
         for number, (begin, end) in enumerate(_tiles(self.num_nodes, self.tile_rows)):
@@ -691,7 +712,7 @@ class _Recomputed(_Kept):
 
 
 class _Divided(_Kept):
-    """Keeps the sums of a divided graph: to compute them again, its processes would exchange features."""
+    """Stores the sums of a partitioned graph: to compute them again, processes would exchange features."""
 
     def __init__(self, sums: NeighbourSum, features: Tensor, tile_rows: int) -> None:
         super().__init__(sums, features, tile_rows)
@@ -724,7 +745,7 @@ class _LastRows(_Kept):
 
 
 class _Offloaded(_Kept):
-    """Stores sums and own features in host memory; copies run while other tiles are computed.
+    """Stores sums and own features in host memory. They are copied while other tiles are computed.
 
     Args:
         sums: the neighbour sum of the layer.
@@ -802,7 +823,7 @@ class _HostTiles:
         self.buffers = []
 
     def read(self) -> Iterator[Tensor]:
-        """Yields the tiles on the device. A tile is valid until the next one is requested."""
+        """Yields the tiles on the device. A tile is valid until the next tile is requested."""
         if self.stream is None:
             yield from self.tiles
             return
@@ -816,7 +837,7 @@ class _HostTiles:
                 yield self.buffers[(nth - 1) % 2][: self.tiles[nth - 1].size(0)]
 
     def _fetch(self, nth: int) -> torch.cuda.Event:
-        """Starts to copy a tile into the buffer of the tile before the previous one."""
+        """Starts to copy tile ``nth`` to the device, into the buffer of tile ``nth - 2``."""
         assert self.stream is not None
         tile = self.tiles[nth]
         if nth < 2:
@@ -828,7 +849,7 @@ class _HostTiles:
 
 
 def _tiles(num_rows: int, tile_rows: int, width: int = 1, columns: int = 1) -> Iterator[tuple[int, int]]:
-    """Yields begin and end of every tile. Tiles with some of the columns have more rows.
+    """Yields begin and end of every tile. Tiles that have only some of the columns have more rows.
 
     Args:
         num_rows: number of rows.
@@ -842,7 +863,7 @@ def _tiles(num_rows: int, tile_rows: int, width: int = 1, columns: int = 1) -> I
 
 
 def _put(to: Tensor, found: Tensor | None) -> None:
-    """Copies a gradient; a gradient of None counts as 0."""
+    """Copies a gradient into ``to``; for None, sets ``to`` to 0."""
     if found is None:
         to.zero_()
     else:
@@ -850,7 +871,7 @@ def _put(to: Tensor, found: Tensor | None) -> None:
 
 
 def _is_close(found: Tensor, expected: Tensor, bound: float) -> bool:
-    """Whether results are equal up to ``bound`` times their largest number; NaN equals only NaN."""
+    """Returns True if results differ by at most ``bound`` times the largest result; NaN equals NaN."""
     if found.shape != expected.shape:
         return False
     if not expected.numel():

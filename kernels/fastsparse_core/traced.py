@@ -1,8 +1,8 @@
-"""Structures within a trace of `torch.compile` or `torch.export`.
+"""Structures in code that `torch.compile` or `torch.export` traces.
 
-A trace records tensors and sizes, but not cached structures of tensors. In a trace, `TracedAdjacency`
+Tracing records tensors and sizes, but not cached structures of tensors. During tracing, `TracedAdjacency`
 represents the structure of an edge list. When the compiled code runs, the operator ``fastsparse::structure``
-looks up the structure and returns its handle. The other operators take this handle like that of an
+looks up the structure and returns its handle. The other operators accept this handle in place of an
 `Adjacency`. The handle is a number, so CUDA graphs of ``mode="reduce-overhead"`` are recorded once per
 structure.
 """
@@ -27,8 +27,8 @@ from fastsparse_core.structure.construction import SelfLoops
 
 Loops = SelfLoops | Literal["remove"]
 _PLACE = "Tensor edges, SymInt num_dst, SymInt num_src, bool reverse, str self_loops, str site"
-# CUDA graphs cannot record operators that read the cache. PyTorch 2.8 and newer leaves operators with this
-# tag out of them.
+# CUDA graphs cannot record operators that read the cache. PyTorch 2.8 and newer does not put operators with
+# this tag into CUDA graphs.
 _tag = getattr(torch.Tag, "cudagraph_unsafe", None)
 _tags = () if _tag is None else (_tag,)
 library.define(f"structure({_PLACE}) -> SymInt", tags=_tags)
@@ -41,13 +41,13 @@ library.define(
 
 
 class TracedAdjacency(Adjacency):
-    """The structure of edges within a trace. Its attributes are results of operators.
+    """The structure of edges in traced code. Its attributes are results of operators.
 
     Args:
-        edges: sources and destinations, (2, num_edges).
+        edges: sources, then destinations, int32 or int64 (2, num_edges).
         num_dst: number of destinations.
         num_src: number of sources.
-        reverse: whether the rows of ``edges`` are swapped.
+        reverse: if True, the first row of ``edges`` has the destinations, and the second row the sources.
         self_loops: as in :meth:`Adjacency.from_coo`, or ``"remove"``.
         site: name of the edges in the trace, from :func:`site_of`.
     """
@@ -90,7 +90,7 @@ class TracedAdjacency(Adjacency):
 
     @property
     def num_edges(self) -> int:
-        """Number of entries; a separate symbol if loops are replaced or removed."""
+        """Number of entries; if loops are inserted or removed, a symbolic size of its own."""
         if self._num_entries is None:
             found = torch.ops.fastsparse.structure_num_edges.default(self.edges, self.handle)
             torch._check(found >= 0)
@@ -99,22 +99,22 @@ class TracedAdjacency(Adjacency):
 
     @property
     def has_inserted_loops(self) -> bool:
-        """Whether self loops are inserted."""
+        """True if self loops are inserted."""
         return self._inserts
 
     @property
     def rowptr(self) -> Tensor:  # type: ignore[override]
-        """int64 (num_dst + 1,), the range of entries of every row."""
+        """Range of entries of every row, int64 (num_dst + 1,)."""
         return self._part("rowptr", self.num_dst + 1, torch.int64)
 
     @property
     def col(self) -> Tensor:  # type: ignore[override]
-        """int32 (num_edges,), the source of every entry."""
+        """Source of every entry, int32 (num_edges,)."""
         return self._part("col", self.num_edges, torch.int32)
 
     @property
     def edge_id(self) -> Tensor:
-        """int64 (num_edges,), position of every entry in the caller's edge order."""
+        """Position of every entry in the caller's edge order, int64 (num_edges,)."""
         return self._part("edge_id", self.num_edges, torch.int64)
 
     @property
@@ -126,7 +126,7 @@ class TracedAdjacency(Adjacency):
         return self._part("row", self.num_edges, torch.int32)
 
     def t(self, *, valued: bool = True) -> TracedAdjacency:
-        """The transposed structure, in the same caller's edge order."""
+        """The transposed structure, for the same edge values."""
         shape = self.num_src, self.num_dst
         return TracedAdjacency(self.edges, *shape, not self.reverse, self.self_loops, self.site)
 
@@ -135,7 +135,7 @@ class TracedAdjacency(Adjacency):
         return TracedAdjacency(self.edges, *self.shape, self.reverse, "remove", self.site)
 
     def derived(self, key: Any, build: Callable[[], Any]) -> Any:
-        """Result of ``build()``, for the trace."""
+        """Returns ``build()``; nothing is cached, because the result belongs to the traced code."""
         return build()
 
     def in_degree(self) -> Tensor:
@@ -147,7 +147,7 @@ class TracedAdjacency(Adjacency):
         return self._part("out_degree", self.num_src, torch.int64)
 
     def is_empty_row(self) -> Tensor:
-        """Which destinations have no edge, bool (num_dst,)."""
+        """Mask of the destinations without edges, bool (num_dst,)."""
         return self.in_degree() == 0
 
     def inv_sqrt_degree(self, dtype: torch.dtype = torch.float32, *, loops: int = 0) -> Tensor:
@@ -184,7 +184,7 @@ _cache = AdjacencyCache("fastsparse_core.traced")
 
 
 def _find(edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: SelfLoops) -> Adjacency:
-    """The structure of edges, from a cache of this module."""
+    """The structure of edges, from this module's cache if possible."""
     dst, src = (0, 1) if reverse else (1, 0)
 
     def build() -> Adjacency:
@@ -193,18 +193,21 @@ def _find(edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: 
         ends = edges.unbind(0)
         return Adjacency.from_coo(ends[dst], ends[src], (num_dst, num_src), self_loops=self_loops)
 
-    if edges.is_inference():  # such tensors have no version counter
+    if edges.is_inference():  # inference tensors have no version counter
         return build()
     stamp = (edges.data_ptr(), edges.stride(), edges._version, edges.shape, edges.dtype)
     return _cache.lookup(edges, stamp, (num_dst, num_src, reverse, self_loops), build)
 
 
 class _Structures(dict[tuple[bool, str, str], Adjacency]):
-    """The last structure of every site. Compiled code frees edges early, and a weak cache would lose them."""
+    """The last structure of every site, by (reverse, self_loops, site).
+
+    Compiled code frees edges early, so a cache with weak references would lose the structures.
+    """
 
 
 class _Held(threading.local):
-    """The structures of a thread. Backward passes on GPUs run in autograd's own threads."""
+    """The structures of each thread, because backward passes on GPUs run in autograd's own threads."""
 
     of_threads: ClassVar[weakref.WeakValueDictionary[int, _Structures]] = weakref.WeakValueDictionary()
 
@@ -222,8 +225,8 @@ def clear() -> None:
         structures.clear()
 
 
-#: Function that finds the structure; a plugin with a cache replaces it by its own, so that the cache is
-#: shared.
+#: Function that finds the structure of edges. A plugin replaces it, so that traced code and the plugin share
+#: the plugin's cache.
 find: Callable[[Tensor, int, int, bool, SelfLoops], Adjacency] = _find
 
 
@@ -247,7 +250,7 @@ def _structure(edges: Tensor, *place: Any) -> int:
 
 
 def _structure_backward(grad: Tensor, edges: Tensor, *place: Any) -> int:
-    """Handle for a backward pass. The edges are an argument, so they and their structure stay alive."""
+    """Handle for a backward pass. As an argument, the edges stay alive, and so does their structure."""
     return _structure(edges, *place)
 
 
@@ -272,12 +275,12 @@ def _structure_part(edges: Tensor, adjacency: int, name: str, size: int, dtype: 
 
 
 def _number(edges: Tensor) -> torch.SymInt:
-    """Makes a new symbolic number for a trace."""
+    """Makes a new symbolic integer in the trace of ``edges``."""
     return cast("Any", edges).fake_mode.shape_env.create_unbacked_symint()
 
 
 def _traced(edges: Tensor, *place: Any) -> Any:
-    """The operator ``structure``. Its symbolic handle stores the edges for the backward pass."""
+    """Calls ``fastsparse::structure``, and stores the edges in a symbolic handle, for the backward pass."""
     with below_autograd():
         handle = torch.ops.fastsparse.structure.default(edges, *place)
     if isinstance(handle, torch.SymInt):
@@ -304,7 +307,7 @@ torch.library.register_fake(
 )
 
 
-# ---------------------------------------------------------------- which edges a trace may take
+# ---------------------------------------------------------------- which edges have cached structures
 
 
 class _Seen:
@@ -315,10 +318,10 @@ _seen = _Seen()
 
 
 def site_of(edges: Tensor) -> str:
-    """Name of an input of the trace; "" for edges that the traced code makes or changes.
+    """Name of edges that are an input of the traced code; "" for edges that the code makes or changes.
 
-    The structures of such edges are not cached. The cache identifies edges by tensor and version, but
-    Inductor reuses the memory and the tensor object of intermediate edges without a new version, and
+    Structures of edges that the code makes are not cached. The cache identifies edges by tensor and version,
+    but Inductor reuses the memory and the tensor object of intermediate edges without a new version, and
     ``torch.export`` makes new tensors in every run.
     """
     if not torch.compiler.is_dynamo_compiling():
@@ -336,7 +339,7 @@ def _look(trace: Any) -> None:
         source = edges._i_will_not_complain_if_bc_breaks_VariableTracker().source
         is_unchanged = source is not None and edges.as_fake()._version == 0
         _seen.site = str(edges.as_proxy().node.name) if is_unchanged else ""
-    except Exception:  # another version of PyTorch, whose compiler marks this differently
+    except Exception:  # another version of PyTorch, whose compiler has other attributes
         _seen.site = ""
 
 
@@ -345,5 +348,6 @@ def _take() -> str:
     return found
 
 
-# torch.compiler.assume_constant_result sets this too, but imports the compiler, which takes a second.
+# torch.compiler.assume_constant_result sets this attribute too, but imports the compiler, which takes a
+# second.
 _take._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
-"""``python -m fastsparse_core.tune``: measures on this GPU from which sizes on which kernel is faster.
+"""``python -m fastsparse_core.tune``: measures the sizes from which one kernel is faster than another.
 
-The results are stored in the user's cache folder, and FastSparse then chooses kernels by them
-(docs/dev/decisions/gpu_profiles.md). This takes a few minutes; nothing else should use the GPU meanwhile.
+The results are stored as the GPU's profile in the user's cache folder. FastSparse then chooses kernels by
+this profile (docs/dev/decisions/gpu_profiles.md). Measuring takes a few minutes; nothing else should use the
+GPU during this time.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Time for which a call is repeated, in milliseconds.
+#: Total device time for which a call is repeated, in milliseconds.
 _BUDGET_MS = 60.0
 
-#: A measurement: (size, time of the kernel before the crossover, time of the kernel after it).
+#: A measurement: size, time of the first kernel, and time of the second kernel, in milliseconds.
 Point = tuple[float, float, float]
 Clock = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """How a constant of a profile is measured.
+    """The measurement of one constant of a profile.
 
     Attributes:
         constant: name of the constant in `GpuProfile`.
-        about: the compared kernels.
+        about: description of the compared kernels.
         points: function that measures and yields one point after the other.
     """
 
@@ -48,15 +49,15 @@ class Experiment:
 
 
 def crossover(points: Sequence[Point]) -> float | None:
-    """Estimates the size from which the second kernel is faster.
+    """Estimates the size at which the faster kernel changes.
 
-    It interpolates on a logarithmic scale between the measured sizes on either side.
+    The estimate is an interpolation on a logarithmic scale between the measured sizes on either side.
 
     Args:
         points: (size, time of the first kernel, time of the second), in any order.
 
     Returns:
-        The size; None if one kernel is faster at every point. The caller keeps the old value then.
+        The size; None if one kernel is faster at every point.
     """
     ordered = sorted(points)
     gains = [math.log(first / second) for _, first, second in ordered]
@@ -85,7 +86,7 @@ def time_of(call: Callable[[], object]) -> float:
 
 
 def structure(num_dst: int, num_src: int, num_edges: int, share: float, device: torch.device) -> Adjacency:
-    """Random edges. In each window of 8 rows, a share of the columns are those of the window's first row."""
+    """A structure of random edges. A share of the edges has columns that rows of a window have in common."""
     generator = torch.Generator().manual_seed(num_edges)
     row = torch.randint(num_dst, (num_edges,), generator=generator).sort().values
     col = torch.randint(num_src, (num_edges,), generator=generator)
@@ -120,7 +121,7 @@ def _narrow(device: torch.device, clock: Clock) -> Iterator[Point]:
 
 
 def _few_edges(device: torch.device, clock: Clock) -> Iterator[Point]:
-    """Compares a product with twice the time of a product that reads almost nothing."""
+    """Compares the time of a product with twice the time of a product with very few edges."""
     x = torch.randn(20_000, 64, device=device)
     empty = structure(20_000, 20_000, 1000, 0.0, device)
     launch = clock(lambda: spmm(empty, x, algorithm="csr"))
@@ -137,18 +138,21 @@ EXPERIMENTS = (
 
 
 def gradient_rate(device: torch.device, clock: Clock) -> float:
-    """Bytes per millisecond at which a tensor much larger than the L2 cache is read."""
+    """Measures the rate of reading a tensor much larger than the L2 cache, in bytes per millisecond."""
     x = torch.ones(64 << 20, device=device)
     return x.nbytes / clock(lambda: x.sum())
 
 
 def tune(device: torch.device, clock: Clock, note: Callable[[str, str], None]) -> gpu.GpuProfile:
-    """Measures every constant for which there is an experiment; other constants do not change.
+    """Measures the constants of `EXPERIMENTS`, ``gradient_rate`` and ``miss_rate``; others do not change.
 
     Args:
         device: a GPU.
         clock: function that returns the time of a call in milliseconds.
-        note: called with the name of each constant and its result.
+        note: function that is called with the name and the result of each constant.
+
+    Returns:
+        The GPU's profile with the measured constants.
     """
     before = gpu.profile_of(device)
     found: dict[str, float] = {}
