@@ -294,8 +294,8 @@ def _product(matrix: Tensor, x: Tensor) -> Tensor | None:
 def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
     """Computes ``torch.sparse.mm`` with gradients.
 
-    PyTorch's implementation is slower: it adds the product to zeros, transposes a copy of a COO matrix in
-    every backward pass, and computes the gradient of the values from the gradient of a dense matrix.
+    PyTorch's implementation also adds the product to zeros, transposes a copy of a COO matrix in every
+    backward pass, and computes the gradient of the values from the gradient of a dense matrix.
     """
     is_cast = torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
     is_recorded = torch.is_grad_enabled() and (matrix.requires_grad or x.requires_grad)

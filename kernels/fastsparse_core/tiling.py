@@ -204,7 +204,7 @@ class TiledModel:
 
         Args:
             x: node features (N, F), on the device of the edges or on the host.
-            edges: second argument of the model: edge_index, int64 (2, E), or an Adjacency.
+            edges: second argument of the model: edge_index (2, E), or an Adjacency.
             rows: nodes to compute results for, int64 (num_rows,); None: all nodes, in their order.
 
         Returns:

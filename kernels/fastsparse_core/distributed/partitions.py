@@ -200,7 +200,7 @@ def partition(
     ``torch.distributed.broadcast_object_list``. Contiguous blocks can be computed on every rank.
 
     Args:
-        graph: square structure, or edges, int64 (2, E): sources, then destinations.
+        graph: square structure, or edges, int32 or int64 (2, E): sources, then destinations.
         num_parts: number of ranks.
         method: ``"contiguous"``: every rank owns consecutive nodes, with about equally many edges (each row
             counts as 16 more edges), so features keep their order. ``"metis"``: few edges connect nodes of

@@ -45,7 +45,7 @@ def compress(
 
 
 def compress_pairs(major: Tensor, minor: Tensor, num_major: int, num_minor: int) -> tuple[Tensor, Tensor]:
-    """Like :func:`compress`, without ``order``, which saves a third to half of the memory traffic."""
+    """Like :func:`compress`, without ``order``, which saves a third to half of the bytes."""
     return _compress(major, minor, num_major, num_minor, None)
 
 

@@ -16,7 +16,7 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT, place_of_row, sort_vectors
 from fastsparse_core.formats.compress import compress
 
-#: How the rows of a window are chosen.
+#: Method that chooses the rows of a window (:func:`group_rows`).
 Method = Literal["auto", "none", "minhash"]
 _METHODS = get_args(Method)
 #: Largest number of sorted orders in which rows are compared with their neighbours; fewer than the number of

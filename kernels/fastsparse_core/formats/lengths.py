@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fastsparse_core.gpu import GpuProfile
 
-#: Largest number of entries of an edge group of ssd, for most structures.
+#: Largest number of entries of an edge group of ssd, for most structures. ssd sums this number of entries in
+#: fixed point at a time.
 SHORT_EDGE_GROUP = 128
 
 

@@ -88,7 +88,7 @@ class RowSplit:
 
     @functools.cached_property
     def num_longest(self) -> int:
-        """Number of slices of at least `LONGEST` entries, which come before all others; read once, too."""
+        """Number of slices of at least `LONGEST` entries, which come first; read from the device once."""
         return self._num_of_at_least(LONGEST)
 
     @functools.cached_property

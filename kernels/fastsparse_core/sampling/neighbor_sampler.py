@@ -22,9 +22,10 @@ class NeighborSampler:
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
     section 3.1. The neighbours of a destination are the sources in its row of the structure. A node's
-    neighbours are sampled once, in the hop after the one that added the node. Without replacement and
-    weights, all sets of neighbours are equally likely. With weights but without replacement, neighbours are
-    sampled one after the other: each is chosen from the remaining neighbours in proportion to the weights.
+    neighbours are sampled once, in the hop after the hop that added the node. Without replacement and
+    without weights, all sets of neighbours are equally likely. Without replacement but with weights,
+    neighbours are sampled one after the other: each is chosen from the remaining neighbours in proportion to
+    the weights.
     The same random seed gives the same batch on the CPU and on GPUs. The exception is sampling with weights,
     where batches may differ, because logarithms are rounded differently.
 
