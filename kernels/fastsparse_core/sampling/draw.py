@@ -108,7 +108,7 @@ class Draw:
         return self._hop == self._graph.num_hops
 
     def _slots_of_hop(self, first: list[Size], end: list[Size]) -> dict[int, int]:
-        """Upper bounds of the numbers of slots of all relations that have slots, by number of the relation."""
+        """Upper bounds of the number of slots, by number of the relation, for relations that have slots."""
         slots = {}
         for number, relation in enumerate(self._graph.relations):
             rows = end[relation.dst]

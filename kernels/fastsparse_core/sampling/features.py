@@ -95,7 +95,9 @@ class FeatureTable:
         self._aligned = aligned
         if shared:
             if table.is_cuda:
-                raise ValueError(f"table: expected the CPU with shared=True, got {table.device}; move it")
+                raise ValueError(
+                    f"table: expected a CPU tensor with shared=True, got {table.device}; pass table.cpu()"
+                )
             check_processes(table)
             with torch.inference_mode(False):
                 rows = _SharedRows(table.detach(), device)

@@ -155,5 +155,7 @@ class NeighborSampler:
             by_type[self.graph.node_types.index(name)] = of_type
         num_seeds = sum(of_type.numel() for of_type in by_type)
         if self.layout.disjoint and num_seeds > _MOST_SEEDS_DISJOINT:
-            raise ValueError(f"seeds: expected at most {_MOST_SEEDS_DISJOINT} with disjoint, got {num_seeds}")
+            raise ValueError(
+                f"seeds: expected at most {_MOST_SEEDS_DISJOINT} ids with disjoint=True, got {num_seeds}"
+            )
         return by_type

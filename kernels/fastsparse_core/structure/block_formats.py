@@ -69,12 +69,14 @@ class BlockFormats(Degrees):
         if not self.has_bsb and not self._bsb_refused and self.num_src <= MOST_COLUMNS:
             needed = self.num_edges * _CONVERSION_BYTES
             if needed > _FEW_BYTES and needed > _SHARE_OF_FREE * _free_bytes(self.col.device):
-                self._refuse_bsb("converting it for the tensor cores would take most of the free memory")
+                self._refuse_bsb(
+                    "converting the structure for the tensor cores would take most of the free memory"
+                )
                 return False
             try:
                 self.bsb  # noqa: B018
             except torch.OutOfMemoryError:
-                self._refuse_bsb("not enough memory to convert it for the tensor cores")
+                self._refuse_bsb("not enough memory to convert the structure for the tensor cores")
             except ValueError as error:
                 self._refuse_bsb(str(error))
         return self.has_bsb
@@ -93,7 +95,9 @@ class BlockFormats(Degrees):
         try:
             window_row = similar_rows(self, self.group_rows)
         except torch.OutOfMemoryError:
-            _logger.warning("%r: not enough memory to group similar rows; they are not grouped", self)
+            _logger.warning(
+                "%r: not enough memory to group similar rows, so windows have consecutive rows", self
+            )
         return Bsb.from_csr(self.row_once(), self.col, self.shape, window_row)
 
     @property
