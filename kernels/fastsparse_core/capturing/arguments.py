@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastsparse_core.capturing.padding import Capacity, Rows, Sizes
 
-#: type -> function that makes an `Argument` of such an object; plugins add their own, and the last one has
-#: priority.
+#: Pairs of a type and a function that makes an `Argument` of an object of this type. Plugins register further
+#: functions. If several match, the function that was registered last is called first.
 _makers: list[tuple[type, Callable[[Any], Argument | None]]] = []
 
 
@@ -39,11 +39,11 @@ class Argument:
         return self.value
 
     def is_as_given(self) -> bool:
-        """Whether the object is known to be unchanged since the call. Tensors and graphs can tell."""
+        """Returns whether the object is known to be unchanged since the call; tensors and graphs check it."""
         return False
 
     def hold(self, capacity: Capacity | None) -> Held:
-        """Allocates the memory that a record reads arguments like this one from.
+        """Allocates memory from which a record reads arguments of the same form as this argument.
 
         Args:
             capacity: numbers of nodes and edges that the memory holds; None: the argument is not padded.
@@ -62,7 +62,8 @@ class Held:
         rows: which rows are padding; empty without padding.
         greatest: as in `MaskedFunctions`.
         sorted: as ``sorted_rows`` of `StepRun`.
-        needs_largest: whether the largest graph has to fit too, as in dense batches.
+        needs_largest: whether the largest graph of a batch must fit into ``Capacity.largest``, because the
+            step makes a dense batch.
     """
 
     needs_largest = False
@@ -94,7 +95,7 @@ class Constant(Held):
         self._marks = [mark_of(tensor) for tensor in like.tensors]
 
     def is_as_recorded(self, argument: Argument) -> bool:
-        """Whether the tensors are those of the record, at the same addresses, with the same integers."""
+        """Returns whether the tensors are the recorded ones, at the same addresses, integers unedited."""
         return (
             all(x is y for x, y in zip(self.tensors, argument.tensors, strict=True))
             and [mark_of(tensor) for tensor in self.tensors] == self._marks
@@ -134,7 +135,7 @@ class _Container(Argument):
         items = list(value.values()) if isinstance(value, dict) else list(value)
         self.parts = [argument_of(item) for item in items]
         if any(part.sizes is not None for part in self.parts):
-            raise TypeError("batches inside of containers")
+            raise TypeError("it takes a batch inside of a container. Pass the batch as an argument of its own")
         names = tuple(value) if isinstance(value, dict) else ()
         key: tuple[Any, ...] = (type(value), names, *(part.key for part in self.parts))
         super().__init__(value, key, [tensor for part in self.parts for tensor in part.tensors])

@@ -43,10 +43,10 @@ logger = logging.getLogger("fastsparse_core")
 #: Number of calls without varying batch sizes before recording. By then, structures that do not change have
 #: been converted to faster formats.
 CALLS = policy.REUSE + 4
-#: Number of calls before recording if the sizes of batches vary, so that they show how. Also the number of
-#: calls before another form of an already recorded step is recorded.
+#: Number of calls before recording if the sizes of batches vary: the calls show by how much the sizes vary.
+#: Also the number of calls before another form of an already recorded step is recorded.
 BATCHES = 8
-#: Number of runs of a form before it is recorded, in which libraries make their one-time allocations.
+#: Number of runs of a form right before it is recorded. In these runs, libraries make one-time allocations.
 _PREPARING = 2
 #: Largest number of records with different capacities per form, and largest number of forms of a step.
 _MOST_ROOMS = 4
@@ -105,7 +105,7 @@ class Captured:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether some calls are replays."""
+        """True if some calls are replays."""
         return any(item.replay is not None for item in self.records)
 
     @property
@@ -272,7 +272,7 @@ class Captured:
         """The result without its autograd graph, as from a replay, if the step calls ``backward()`` itself.
 
         As long as a result keeps the autograd graph alive, gradients of parameters are accumulated on the
-        stream of that run. Every later call on another stream would wait for it at every parameter.
+        stream of that run. Every later call on another stream would wait for that stream at every parameter.
         """
         if not (self._defers and self.observed.differentiates):
             return result
@@ -561,16 +561,16 @@ def _names_of_arguments(step: Callable[..., Any], call: Call) -> list[str]:
 
 
 def _tolerated(found: float, rounds: bool, one: Trial, others: Sequence[Callable[[], Trial]]) -> float:
-    """The relative difference that rounding can explain.
+    """The largest relative difference that rounding can explain.
 
-    If the found difference is larger than the tolerance, further trials show by how much equal runs differ.
+    If ``found`` is larger than the tolerance, further trials show by how much equal runs differ.
     Equal runs differ because atomics add in any order, and because libraries choose other kernels for a
     recording. In 16 bits, both have large effects. For a record, the further trials are replays, not plain
     runs: Python state that changes between calls would also change plain runs, and its effect would be
     hidden.
 
     Args:
-        found: the found difference.
+        found: relative difference between the two compared runs.
         rounds: whether the step computes in 16 bits.
         one: a trial.
         others: functions that run trials, which differ from ``one`` only by rounding.

@@ -46,12 +46,12 @@ _FILLED = frozenset(("ones", "zeros", "full", "new_ones", "new_zeros", "new_full
 
 
 def is_ours(frame: FrameType) -> bool:
-    """Whether code of FastSparse runs in a frame."""
+    """Returns whether code of FastSparse runs in a frame."""
     return str(frame.f_globals.get("__name__", "")).startswith("fastsparse_")
 
 
 def is_whole(item: Any) -> bool:
-    """Whether an object is a tensor of integers or bools."""
+    """Returns whether an object is a tensor of integers or bools."""
     return isinstance(item, Tensor) and not item.is_floating_point() and not item.is_complex()
 
 
@@ -90,7 +90,7 @@ class Persistent:
 
 
 class Origins:
-    """Which tensors of a run depend only on persistent tensors.
+    """Tracks which tensors of a run depend only on persistent tensors.
 
     Args:
         sources: the persistent tensors.
@@ -185,7 +185,7 @@ class Answers:
         return tree_map(lambda item: item.clone() if isinstance(item, Tensor) else item, answer)
 
     def are_valid(self) -> bool:
-        """Whether the persistent tensors have not been written to since."""
+        """Returns whether the persistent tensors have not been written to since."""
         return all(version_of(item) == version for item, version in self.sources.values())
 
 

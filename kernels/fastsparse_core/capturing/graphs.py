@@ -21,7 +21,8 @@ def record(
 
     Args:
         job: function without arguments, called once on ``stream``.
-        stream: a stream on which the job ran before. On another stream, autograd would wait for that one.
+        stream: the stream on which the job ran before. If the job were recorded on another stream, autograd
+            would wait for the earlier stream.
         options: options of ``torch.cuda.graph``.
 
     Raises:
@@ -78,12 +79,12 @@ class CudaGraphs:
 
     @staticmethod
     def supports(device: torch.device) -> bool:
-        """Whether CUDA graphs can be recorded on a device."""
+        """Returns whether CUDA graphs can be recorded on a device."""
         return device.type == "cuda"
 
     @staticmethod
     def is_recording() -> bool:
-        """Whether a graph is being recorded on the current stream."""
+        """Returns whether a graph is being recorded on the current stream."""
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def beside(self, job: Callable[[], _T]) -> _T:

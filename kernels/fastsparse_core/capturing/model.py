@@ -60,7 +60,7 @@ class CapturedModel(Captured):
         return result
 
     def _probe(self, result: Any) -> Any:
-        """Runs the backward pass with arbitrary output gradients, because a trial has no loop that does."""
+        """Runs the backward pass with arbitrary output gradients, because a trial has no training loop."""
         wanted = [item for item in tree_leaves(result) if isinstance(item, Tensor) and item.requires_grad]
         if wanted:
             gradients = [torch.linspace(0.5, 1.5, item.numel()).to(item).view(item.shape) for item in wanted]

@@ -115,8 +115,8 @@ class Tracker:
             alive = [
                 line for token, line in self._tokens if token() is not None and id(token()) not in returned
             ]
-            # A number in the result has as many references as a new one in its place; if it has more, it is
-            # stored elsewhere too.
+            # If a number in the result has more references than a new number in the same place would have,
+            # the step also stored it elsewhere.
             copies = {id(item): _copy(item) for item in flat}
             flat_copies = [copies[id(item)] for item in flat]
             copied = tree_unflatten(flat_copies, spec)
@@ -235,7 +235,7 @@ class Number:
         self.function, self.args, self.line = function, args, line
 
     def value(self) -> Any:
-        """The present value."""
+        """Computes the number from what its tensors contain now."""
         return self.function(*[item.value() if isinstance(item, Number) else item for item in self.args])
 
     def __round__(self, *digits: Any) -> Number:

@@ -26,7 +26,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 class Observed:
-    """What the calls of a step have used so far.
+    """Records what the calls of a step have used so far.
 
     Args:
         step: the function that is watched.
@@ -101,7 +101,7 @@ class Observed:
 
     @property
     def switches(self) -> bool:
-        """Whether the step calls ``model.train()`` or ``model.eval()``."""
+        """True if the step calls ``model.train()`` or ``model.eval()``."""
         return bool(self._switched)
 
     def _add_switched(self, root: torch.nn.Module) -> None:

@@ -58,7 +58,7 @@ class RecordedOptimizer:
         if "capturable" in group:
             group["capturable"] = True
             if not fuses and group.get("foreach", True) is None and not group.get("differentiable"):
-                group["foreach"] = True  # the learning rate would be read for every parameter
+                group["foreach"] = True  # otherwise, the learning rate would be read for every parameter
             # PyTorch would warn of the runs that precede the record.
             self.optimizer._warned_capturable_if_run_uncaptured = True
         elif not fuses:
@@ -104,7 +104,7 @@ class RecordedOptimizer:
         ]
 
     def is_as_recorded(self) -> bool:
-        """Whether the settings are those of the record; learning rates in tensors may differ."""
+        """Returns whether the settings equal the recorded ones; learning rates in tensors may differ."""
         groups = self.optimizer.param_groups
         return (
             len(groups) == len(self._rates)

@@ -40,7 +40,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _is_ours(trace: TracebackType | None) -> bool:
-    """Whether FastSparse itself raised an error. Its message then says what to do."""
+    """Returns whether FastSparse itself raised an error. Its message then says what to do."""
     module = ""
     for frame, _ in traceback.walk_tb(trace):
         module = frame.f_globals.get("__name__", "")

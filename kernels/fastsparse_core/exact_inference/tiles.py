@@ -154,7 +154,7 @@ class Placement:
         return free if self.memory is None else min(free, self.memory - taken)
 
     def fits(self, size: int) -> bool:
-        """Whether the device has memory for ``size`` bytes in addition to tiles.
+        """Returns whether the device has memory for ``size`` bytes in addition to tiles.
 
         Args:
             size: number of bytes.

@@ -33,7 +33,7 @@ def is_laid_out(x: Tensor, *contiguous: Tensor) -> bool:
 
 
 def gathers_neighbours(adj: Adjacency, algorithm: str) -> bool:
-    """Whether the kernel also sums the neighbours (`policy.gathers_and_transforms`)."""
+    """Returns whether the kernel also sums the neighbours (`policy.gathers_and_transforms`)."""
     return policy.gathers_and_transforms(facts_of(adj), algorithm, adj.gpu) and adj.has_short_rows
 
 

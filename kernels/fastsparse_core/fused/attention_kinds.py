@@ -61,14 +61,14 @@ class Score:
 
     @staticmethod
     def adds(widths: tuple[int, ...]) -> bool:
-        """Whether one of the linear maps is added to the result."""
+        """Returns whether one of the linear maps is added to the result."""
         return False
 
     @staticmethod
     def has_cuda_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float
     ) -> bool:
-        """Whether CUDA kernels support the call and its backward pass."""
+        """Returns whether CUDA kernels support the call and its backward pass."""
         raise NotImplementedError
 
     @staticmethod

@@ -37,7 +37,7 @@ def can_pass_messages(
     *others: Tensor | None,
     under: torch.dtype | None = None,
 ) -> bool:
-    """Whether :func:`gine_layer` and :func:`gated_layer` support a call.
+    """Returns whether :func:`gine_layer` and :func:`gated_layer` support a call.
 
     Both need a square structure, and plain tensors on one device and of one dtype. Under autocast, tensors
     may have the autocast dtype or float32.

@@ -213,7 +213,7 @@ def gradients_of_scores(
 
 
 def _has_kernel(rows: Tensor) -> bool:
-    """Whether the CPU kernel supports the call; not in a trace, where tensors have no address."""
+    """Returns whether the CPU kernel supports the call; not in a trace, where tensors have no address."""
     return rows.is_cpu and is_plain_eager(rows) and rows.numel() > 0 and rows.stride(1) == 1
 
 

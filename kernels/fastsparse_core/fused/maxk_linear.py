@@ -96,7 +96,7 @@ def can_maxk_linear(
     *,
     out_by_in: bool,
 ) -> bool:
-    """Whether :func:`maxk_linear` supports a call: plain matrices, outside of traces.
+    """Returns whether :func:`maxk_linear` supports a call: plain matrices, outside of traces.
 
     Args:
         adj: structure.

@@ -56,7 +56,7 @@ class EdgeEnd:
         self.num_edges = edges.size(1)
 
     def is_current(self) -> bool:
-        """Whether the edges have not been written to since this object was made."""
+        """Returns whether the edges have not been written to since this object was made."""
         return self._version is None or self._edges._version == self._version
 
     @property
@@ -102,7 +102,7 @@ def reduce(messages: Tensor, end: EdgeEnd, how: str, dim: int = 0) -> Tensor:
 
 
 def fits_softmax(src: Any, end: EdgeEnd, dim: int = 0) -> bool:
-    """Whether :func:`softmax_of_edges` supports a tensor."""
+    """Returns whether :func:`softmax_of_edges` supports a tensor."""
     return (
         type(src) is Tensor
         and src.is_floating_point()

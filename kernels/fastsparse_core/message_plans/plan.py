@@ -1376,7 +1376,7 @@ class _Leaves:
 
 
 def _has_kernel(name: str, *options: Any) -> bool:
-    """Whether generated kernels support an elementwise function with these options."""
+    """Returns whether generated kernels support an elementwise function with these options."""
     return name in OPERATORS and (name != "softplus" or options == (1.0, 20.0))
 
 

@@ -70,7 +70,7 @@ class _Globals(NamedTuple):
     values: dict[str, Any]
 
     def hold(self) -> bool:
-        """Whether the numbers have not changed."""
+        """Returns whether the numbers have not changed."""
         return all(_is_same(self.namespace.get(name, ABSENT), value) for name, value in self.values.items())
 
 
@@ -289,7 +289,7 @@ def _assigned(probe: Any, state: dict[str, Any]) -> dict[str, Node]:
 
 
 def holds(guards: Mapping[str, Any], layer: Any) -> bool:
-    """Whether a layer's attributes are those that a trace has read."""
+    """Returns whether a layer's attributes are those that a trace has read."""
     for name, expected in guards.items():
         if isinstance(expected, _Globals):
             if not expected.hold():
@@ -310,7 +310,7 @@ _FRESH = ("linear", "add", "sub", "mul", "truediv", "div", "cat", "matmul", "neg
 
 
 def _writes_in_place(node: Node, layer: Any) -> bool:
-    """Whether a call writes into a tensor that is also used elsewhere."""
+    """Returns whether a call writes into a tensor that is also used elsewhere."""
     if node.kwargs.get("out") is not None:
         return True
     if node.op == "call_module":

@@ -58,7 +58,7 @@ _PART_ROWS = 128
 
 
 def default_scale(width: int) -> float:
-    """The default factor of dot products, one over the root of the width, in one place for equal rounding."""
+    """The default factor of dot products, ``1 / sqrt(width)``; all callers use it, so they round equally."""
     return 1 / math.sqrt(width) if width else 1.0
 
 
@@ -109,7 +109,7 @@ class Call(NamedTuple):
 
     @property
     def on_blocks(self) -> bool:
-        """Whether the CUDA kernel reads binary sparse blocks; then the log-sum-exp is float64."""
+        """True if the CUDA kernel reads binary sparse blocks; then the log-sum-exp is float64."""
         return self.kind == DOT_PRODUCT and self.edge is None and self.algorithm == "fused3s"
 
 
@@ -118,7 +118,7 @@ Results = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Gradients(NamedTuple):
-    """Gradients of a call's tensors. For GATv2, the gradient of the values is part of that of ``src``."""
+    """Gradients of a call's tensors; for GATv2, the gradient of the values is part of the one of ``src``."""
 
     dst: Tensor
     src: Tensor
@@ -130,7 +130,7 @@ class Gradients(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Whether to compute the gradients that take additional time."""
+    """Returns whether to compute the gradients that take additional time."""
 
     edge: bool = False
     edge_weight: bool = False
@@ -238,7 +238,7 @@ def _backward_on_cpu(adj: Adjacency, call: Call, grad: Tensor, lse: Tensor, want
 
 
 def aligned(x: Tensor) -> Tensor:
-    """The matrix, or a copy whose rows start at multiples of 16 bytes; its width must be such a multiple."""
+    """The matrix, or a copy whose rows start at multiples of 16 bytes. A row's size must be such a multiple."""
     x = unit_stride(x)
     if x.data_ptr() % LOAD_BYTES or x.stride(0) * x.element_size() % LOAD_BYTES:
         return x.clone(memory_format=torch.contiguous_format)
@@ -254,7 +254,7 @@ def _padded(x: Tensor, heads: int) -> Tensor:
 
 
 def _unpadded(x: Tensor, heads: int, width: int) -> Tensor:
-    """Removes the padding of heads; ``width``: features of all heads. Not a view, so it can be edited."""
+    """Removes the padding of heads; ``width``: features of all heads. Never a view, so callers may edit it."""
     if x.size(1) == width:
         return x
     narrow = x.unflatten(1, (heads, -1))[:, :, : width // heads].flatten(1)
@@ -426,7 +426,7 @@ def _gatv2_backward(adj: Adjacency, call: Call, grad: Tensor, out: Tensor, lse: 
 
 
 def _att_rows(adj: Adjacency) -> int:
-    """Number of rows of the partial gradient of ``att``. Sorts slices: their order must not change later."""
+    """Number of rows of the partial gradient of ``att``. Sorts the slices now, because sums follow their order."""
     if not torch.cuda.is_current_stream_capturing():
         adj.sort_slices()
     return att_rows_of(adj.row_split.slices.size(0))
@@ -545,7 +545,7 @@ def _backward_with_edges(
     else:
         assert out_edge is not None
         lanes = _head_lanes(head_width, edge_width)
-        # An empty tensor has no address, and the kernel takes a missing address as "no sums".
+        # An empty tensor has no address, and without an address the kernel computes no sums.
         if v.numel() and scatters(adj, algorithm, v.dtype, None):
             sums = torch.zeros(2, *v.shape, dtype=lse.dtype, device=v.device)
         grad_v = v.new_empty(v.shape if sums is None else 0)
@@ -623,7 +623,7 @@ def _features_workspace(adj: Adjacency, like: Tensor, heads: int, lanes: int, ed
     while per_group < heads and per_group * lanes < 32:
         per_group *= 2
     parts = -(-heads // per_group)
-    # With one part, there is nothing to add up.
+    # A single part is the result, so it has the dtype of the result.
     dtype = like.dtype if parts == 1 else accumulation_dtype(like.dtype)
     return edge_workspace(adj, parts, adj.num_values, edge_width, dtype=dtype)
 

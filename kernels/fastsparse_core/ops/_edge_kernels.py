@@ -6,7 +6,7 @@ the expression: over rows for gradients of destinations, edges and constants, an
 for gradients of sources. The only written tensors with a row per edge are requested gradients of edge
 tensors.
 
-Bytes: the floor is what a product of the same width gathers, a row of every source leaf per edge and pass.
+Memory traffic: at least that of a product of the same width, a row of every source leaf per edge and pass.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Root(NamedTuple):
 
     @property
     def is_of_nodes(self) -> bool:
-        """Whether it has a row per destination."""
+        """True if it has a row per destination."""
         return self.how not in ("none", "across")
 
 
@@ -196,7 +196,7 @@ class Writer:
 
 
 def source_of(part: str, roots: tuple[Root, ...], leaves: tuple[Leaf, ...], wanted: tuple[int, ...]) -> str:
-    """The text of a kernel."""
+    """Generates the source code of a kernel."""
     writer = Writer()
     values = [writer.value(root.value) for root in roots]
     kept = KEEPS.get(roots[0].how, ())
@@ -399,7 +399,7 @@ def _load(leaf: Leaf, n: int, row: str, tiled: bool) -> str:
 
 
 def _constants(leaves: Sequence[Leaf]) -> list[str]:
-    """Lines that load what is constant within a program: whole rows and weights."""
+    """Lines that load the values that are constant within a program: rows for all edges, and weights."""
     lines = []
     for n, leaf in enumerate(leaves):
         k = leaf.features

@@ -27,9 +27,9 @@ RELU, GATE, GATE_AND_STATE = 0, 1, 2
 MOST_FEATURES = 32
 #: Largest number of row groups with separate partial sums of the maps' gradients: enough to fill a large GPU.
 _CUDA_GROUPS = 4096
-#: Number of bytes before relu's signs. They store 1 + eps, and 16 of them keep the signs aligned.
+#: Number of bytes before relu's signs. These bytes store 1 + eps; 16 bytes keep the signs aligned.
 _SCALE_BYTES = 16
-#: Addresses of the parts of a backward pass's sums if there are none.
+#: Addresses of the partial sums of a backward pass that has no partial sums.
 _NO_PARTS = [0] * 5
 #: A structure without rows, to skip a pass that is not needed.
 _NO_ROWS = _C.CsrStructure(
@@ -164,7 +164,7 @@ def forward(
     root: Tensor | None = None,
     eps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Sums of messages, and the other results of the message, which are None if it has none.
+    """Sums of messages, and the other results of the kernel, which are None if the message has none.
 
     Args:
         adj: structure.
@@ -379,7 +379,7 @@ def relu_backward_on_cpu(
     needs: Sequence[bool],
     map_dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """:func:`backward` for relu on the CPU, with fewer steps on the host, which small graphs wait for.
+    """:func:`backward` for relu on the CPU, with fewer Python operations, which dominate on small graphs.
 
     Args:
         adj: structure.
@@ -394,8 +394,8 @@ def relu_backward_on_cpu(
         map_dtype: dtype of the gradients of map and bias.
 
     Returns:
-        Gradients of sources, edges, map and bias. Edges that need a gradient give sources one, and a bias
-        its map.
+        Gradients of sources, edges, map and bias. If edges need a gradient, the gradient of the sources is
+        computed too; if the bias needs one, the gradient of the map is computed too.
     """
     width, wants_edge = grad.shape[1], needs[1]
     grad_q = grad_edge = grad_weight = grad_bias = of_raw = None
@@ -459,7 +459,7 @@ def _partial_results(
     columns: Adjacency | None,
     features_wanted: bool,
 ) -> tuple[list[int], Tensor | None]:
-    """Memory for the parts of a backward pass's sums: the arrays' addresses (0: empty), and the allocation.
+    """Allocates the partial sums of a backward pass; returns addresses (0: no array) and the allocation.
 
     Args:
         adj: structure.

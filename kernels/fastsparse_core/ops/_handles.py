@@ -87,7 +87,7 @@ def built_outside_of_graphs(kernel: Callable[..., Any], place: int) -> Callable[
 
 
 def _precedes_recording(device: int) -> bool:
-    """Whether PyTorch's compiler is in the warm-up run of a CUDA graph, before recording it."""
+    """Returns whether PyTorch's compiler is in the warm-up run of a CUDA graph, before recording it."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return False

@@ -84,7 +84,7 @@ def _plan(
     aligned: bool,
     key: tuple[Any, ...],
 ) -> SpmmPlan:
-    """Makes the plan for calls like this one and caches it."""
+    """Makes and caches the plan for calls with the properties in ``key``."""
     dtype, width, heads, dense = x.dtype, x.shape[1], num_heads(value), is_dense(value)
     weighted = value is not None or scales_src
     call = (algorithm, dtype, width, heads, aligned, dense)
@@ -136,8 +136,8 @@ class _CsrPlan:
         if resident or algorithm == "tca":
             structure = adj.structure_for(valued=valued, work_list="plain")
         elif algorithm == "hr":
-            # The structure comes first: during a capture, its error names what is missing. `num_long` would
-            # be read from the GPU, which a capture does not allow.
+            # The structure is built first, because during a capture its error names what is missing. Reading
+            # `num_long` would copy it from the GPU, which a capture does not allow.
             structure = adj.structure_for(valued=valued, work_list="hybrid")
             num_long, self.num_slots = adj.hybrid_rows.num_long, adj.hybrid_rows.num_slots
         else:

@@ -170,7 +170,7 @@ def gated_aggregate(
 def gated_edges(
     adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Computes sums and edge state of GatedGCN (Dwivedi et al., `Benchmarking Graph Neural Networks`, 2020).
+    r"""Computes sums and edge states of GatedGCN (Dwivedi et al., `Benchmarking Graph Neural Networks`, 2020).
 
     .. math::
         \mathbf{z}_{ij} = \mathbf{k}_i + \mathbf{q}_j + \mathbf{e}_{ij}, \qquad
@@ -221,7 +221,7 @@ def gated_edges(
 
 
 def _are_plain(adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor) -> bool:
-    """Whether the CPU kernels can use the tensors of a call as they are, so that no check is needed."""
+    """True if the CPU kernels can use the tensors of a call as they are, so that no check is needed."""
     if not (is_plain_eager(q) and type(adj) is Adjacency and q.is_cpu and adj.col.is_cpu and q.dim() == 2):
         return False
     width, dtype = q.shape[1], q.dtype
@@ -239,7 +239,7 @@ def _are_plain(adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor) ->
 
 
 def _has_no_kernel(adj: Adjacency, features: int = 0) -> bool:
-    """Whether the unfused operators have to run; if so, warns once."""
+    """Returns whether the unfused operators have to run; if so, warns once."""
     why = cure = ""
     if features > MOST_FEATURES:
         why = f"edges have {features} features, and the fused kernel takes up to {MOST_FEATURES}"

@@ -202,13 +202,13 @@ def plain_spmm(
 
 
 def spmm_of_values(adj: Adjacency, x: Tensor, value: Tensor) -> Tensor:
-    """`plain_spmm` with a gradient of ``x``, without its checks, for a call that is like a checked one."""
+    """`plain_spmm` with a gradient of ``x`` and without checks; an earlier call like it must have been checked."""
     out: Tensor = _spmm_op.apply(x, value, None, None, None, adj.num_dst, adj, False, "auto", False)
     return out
 
 
 def _is_plain_value(value: Any, x: Tensor, adj: Adjacency) -> bool:
-    """Whether the kernels can use the values as they are: one per edge, or per edge and head."""
+    """Returns whether the kernels can use the values as they are: one per edge, or per edge and head."""
     if not is_plain_eager(value) or value.dtype != x.dtype or value.device != x.device:
         return False
     shape = value.shape
@@ -218,7 +218,7 @@ def _is_plain_value(value: Any, x: Tensor, adj: Adjacency) -> bool:
 
 
 def _is_plain_scale(scale: Any, rows: int, x: Tensor) -> bool:
-    """Whether `check_scale` would return the scale unchanged."""
+    """Returns whether `check_scale` would return the scale unchanged."""
     return (
         type(scale) is Tensor
         and scale.shape == (rows,)

@@ -211,7 +211,7 @@ def launch_ssd(
 
 
 class _Ssd(torch.autograd.Function):
-    """The gradients of the values, of the edge values and of the bias."""
+    """Computes the gradients of the kept values, of the edge values and of the bias."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:

@@ -64,7 +64,7 @@ def sddmm_algorithm(
 
 
 def sddmm_by_entry(facts: Facts, dtype: torch.dtype, aligned: bool) -> bool:
-    """Whether the CUDA kernel of ``"csr"`` processes entry by entry; otherwise, as in float64, row by row.
+    """Returns whether the CUDA kernel of ``"csr"`` processes entry by entry, not row by row as in float64.
 
     The kernel for entries loads 16 bytes per lane. It needs the row of every entry, 4 bytes per entry that
     are stored with the structure.

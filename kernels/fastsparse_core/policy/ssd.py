@@ -66,7 +66,7 @@ def long_edge_groups(groups: RowSplit, num_edges: int, k: int, gpu: GpuProfile) 
 
 
 def packs_ssd_rows(facts: Facts, gpu: GpuProfile, dtype: torch.dtype, k: int, width: int) -> bool:
-    """Whether ssd packs kept entries, four into 16 bytes, before it gathers them.
+    """Returns whether ssd packs kept entries, four into 16 bytes, before it gathers them.
 
     Packing moves 9 k bytes per source in float32 and takes one more launch. It is worthwhile if sources are
     gathered often and do not stay in the L2 cache. Times on an H200 with k = 32 and edge groups of 128,
