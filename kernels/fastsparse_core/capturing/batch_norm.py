@@ -59,7 +59,7 @@ def masked_batch_norm(
 
 
 class _MaskedBatchNorm(torch.autograd.Function):
-    """Takes three launches per pass on CUDA (kernels/cuda/batch_norm.cu). The CPU runs PyTorch's operators."""
+    """Takes three launches per pass on CUDA (kernels/cuda/batch_norm.cu); on the CPU, PyTorch's operators."""
 
     @staticmethod
     def forward(

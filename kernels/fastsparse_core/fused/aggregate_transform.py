@@ -43,8 +43,7 @@ from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.streams import fork
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: The 1 of ``1 + eps`` as a tensor. From a Python number, PyTorch would create a tensor in every call, which
-#: takes longer.
+#: The 1 of ``1 + eps`` as a tensor, because PyTorch would convert a Python number to a tensor in every call.
 _ONE = {dtype: torch.ones((), dtype=dtype, device="cpu") for dtype in DTYPE_CODE}
 
 
@@ -72,8 +71,8 @@ def graph_convolution(
         weight: (out width, in width) or (in width, out width).
         bias: (out width,) or None.
         out_by_in: whether the weight is (out width, in width).
-        aggregate_first: whether neighbours are summed before the linear map. Only for features that need no
-            gradient: then only their sums are stored.
+        aggregate_first: whether neighbours are summed before the linear map. Allowed only if the features
+            need no gradient; then only their sums are stored.
         scale_dst: constant s, (num_dst,); None: 1.
         scale_src: constant t, (num_src,); None: 1.
         relu: whether negative results become 0.
@@ -150,7 +149,7 @@ def aggregate_linear(
 
 
 def starts_with(x: Tensor, root: Tensor) -> bool:
-    """Whether ``root`` is ``x[:n]`` or ``x`` itself, also for autograd, and no hook reads its gradient.
+    """True if ``root`` is ``x[:n]`` or ``x`` itself, also for autograd, and no hook reads its gradient.
 
     Args:
         x: matrix.
@@ -212,7 +211,7 @@ def weighted_linear(
 
 
 def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
-    r"""Adds the neighbours' features and the node's own.
+    r"""Sums the features of the neighbours and of the node itself.
 
     .. math::
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \mathbf{x}_j + (1 + \epsilon) \, \mathbf{x}_i
@@ -438,7 +437,7 @@ def _product_dtype(
     bias: Tensor | None,
     root_weight: Tensor | None,
 ) -> torch.dtype | None:
-    """The dtype of a call's products; None if separate operators have to run."""
+    """The dtype of the matrix products of a call; None if separate operators have to run."""
     others = [each for each in (value, weight, bias, root_weight) if each is not None]
     if (
         adj.is_partitioned
@@ -538,7 +537,7 @@ def _compute(
     keeps_met: bool = False,
     keeps_own: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Computes the result.
+    """Computes the layer's result, without autograd.
 
     Returns:
         The result; the features as they were cast; the input of the second step: the sums, or the transformed
@@ -777,7 +776,7 @@ def _of_weight(plan: _Plan, grad: Tensor, rows: Tensor, dtype: torch.dtype, once
 def _of_value(
     plan: _Plan, adj: Adjacency, at_dst: Tensor, at_src: Tensor, value: Tensor, once: bool
 ) -> Tensor:
-    """The gradient of the edges' values from the gradients of the sums and the features that were summed."""
+    """The edge values' gradient from the sums' gradients ``at_dst`` and the summed features ``at_src``."""
     scales = (plan.scale_dst, plan.scale_src)
     if not once:
         return sddmm(adj, at_dst, at_src, scale_dst=scales[0], scale_src=scales[1])
@@ -806,7 +805,7 @@ def _differentiable_sum(
 def _onto_root(
     plan: _Plan, adj: Adjacency, grad_sums: Tensor, grad: Tensor, root_matrix: Tensor
 ) -> Tensor | None:
-    """The features' gradient if it can be scattered onto that of the own features (`policy.scatters`)."""
+    """Scatters the gradient of the sums onto that of the own features; None if it cannot be scattered."""
     dtype = plan.given[0]
     if dtype != torch.float32 or adj.symmetric or not scatters(adj, plan.algorithm, grad.dtype, None):
         return None
@@ -823,19 +822,19 @@ def _onto_root(
 
 
 class _Traced(NamedTuple):
-    """Arguments of the operator.
+    """Arguments of the operator for traced code.
 
     Attributes:
-        x: features.
+        x: features (num_src, in width).
         weight: (out width, in width), or None.
         bias: (out width,), or None.
         root_weight: (out width, in width), or None.
-        eps: GIN's, or None.
+        eps: :math:`\epsilon` of GIN, one number, or None.
         norm_dst: name of the structure's method that returns the factors of the destinations, or "".
         norm_src: name of the method for the sources, or "".
         adds_loops: whether to add a self loop to every node if the structure has none.
         transform_first: as in the form.
-        algorithm: of the sum.
+        algorithm: algorithm of the sum.
     """
 
     x: Tensor
@@ -850,7 +849,7 @@ class _Traced(NamedTuple):
     algorithm: str
 
     def of_node(self, adj: Adjacency) -> _Call:
-        """The eager plan without streams of its own, which CUDA graphs of a compiled step cannot track."""
+        """The eager plan, but without its own streams, which CUDA graphs of a compiled step cannot track."""
         x, weight, bias, root_weight, eps, norm_dst, norm_src, adds_loops, transform_first, algorithm = self
         kinds = tuple([None if each is None else kind_of(each) for each in self[:4]])
         key = ("traced", self[5:], kinds)
@@ -883,10 +882,10 @@ def _traced(
     adds_loops: bool = False,
     transform_first: bool = True,
 ) -> Tensor | None:
-    """The node as one operator of `torch.compile`; None where a trace needs separate operators.
+    """The layer as one operator of `torch.compile`; None if a trace needs separate operators.
 
-    Inductor would compute biases, self loops and GIN's own term in passes of their own, and products of
-    float32 matrices by slower kernels.
+    Inductor would compute biases, self loops and GIN's own term in separate passes, and products of float32
+    matrices by slower kernels.
     """
     if adj.num_dst != adj.num_src or x.dim() != 2 or x.shape[0] != adj.num_src:
         return None
@@ -934,7 +933,7 @@ def _aggregate_transform_gradients(
 
 
 def _aggregate_transform_unfused(adj: Adjacency, call: _Traced) -> Tensor:
-    """The operator by others, which have gradients again."""
+    """Computes the operator by other operators, which are differentiable again."""
     x, weight, bias, root_weight, *_ = call
     _, plan, loop = call.of_node(adj)
     out = _differentiable_sum(plan, adj, x, None, loop)

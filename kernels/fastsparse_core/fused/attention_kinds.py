@@ -19,7 +19,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 Tensors = Sequence[Tensor]
 Flags = Sequence[bool]
-#: Result of all heads, and what the backward pass needs.
+#: The result of all heads, and the tensors that the backward pass needs.
 Result = tuple[Tensor, tuple[Any, ...]]
 Gradients = tuple[Tensor, Sequence[Tensor | None]]
 #: Features of the edges; the weight of their linear map to the heads' features, or None; for additive
@@ -28,7 +28,7 @@ LayerEdges = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class LayerCall(NamedTuple):
-    """Arguments of a call, without the tensors that have gradients."""
+    """Arguments of a layer's call, without the tensors that have gradients."""
 
     score: type[Score]
     adj: Adjacency
@@ -238,10 +238,10 @@ def _operands(
 
 
 def _vectors_of_heads(call: LayerCall, vectors: Tensors) -> Tensor:
-    """(heads, D) in the accumulation dtype."""
+    """The first learned vectors as (heads, D), in the accumulation dtype."""
     return cast(vectors[0].view(call.heads, -1), accumulation_dtype(call.dtype))
 
 
 def _ends(call: LayerCall, joint: Tensor) -> tuple[Tensor, ...]:
-    """Features of sources and destinations."""
+    """Features of sources and of destinations; the same tensor twice if there is only one linear map."""
     return joint.split(call.widths, dim=1) if len(call.widths) == 2 else (joint, joint)

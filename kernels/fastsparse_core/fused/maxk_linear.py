@@ -72,7 +72,7 @@ def aggregate_cbsr(
 
 
 def densifies(values: Tensor, k: int, width: int) -> bool:
-    """Whether a layer on dense activations is faster, by the rule for ``algorithm="auto"`` of :func:`ssd`.
+    """True if a layer on dense activations is faster, by the rule for ``algorithm="auto"`` of :func:`ssd`.
 
     If `ssd` would convert the sparse rows to dense ones first, sparse rows should not be created. The dense
     layer aggregates once per pass, and can apply its linear map before or after the aggregation.
@@ -224,7 +224,7 @@ def _aggregate(
     root_weight: Tensor | None,
     ids: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The result, and the aggregated rows."""
+    """Computes the result (num_dst, out width) and the aggregated rows (num_dst, in width)."""
     sums, by_in = how.sums(values, ids, value), how.by_in(weight)
     out = torch.mm(sums, by_in) if bias is None else torch.addmm(bias.to(how.dtype), sums, by_in)
     if root_weight is not None:

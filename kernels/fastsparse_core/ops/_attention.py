@@ -277,7 +277,7 @@ def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _reads_out(*arguments: Any) -> bool:
-    """True if gradients need the result ``out``. The CPU's and GAT's kernels compute <grad, out> per entry."""
+    """True if gradients need the result. The CPU's and GAT's kernels compute <grad, out> from the entries."""
     return arguments[1].is_cuda and arguments[_KIND] != ADDITIVE
 
 

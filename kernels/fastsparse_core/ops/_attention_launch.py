@@ -43,8 +43,8 @@ DOT_PRODUCT, ADDITIVE, GATV2 = 0, 1, 2
 #: Bytes per load. Rows and heads start at multiples of this.
 LOAD_BYTES = 16
 #: Number of lane groups in the row pass of GATv2's backward kernel. Each group has its own sum for the
-#: gradient of ``att``. A group gets about 8 slices, but there are enough groups to fill the GPU, and not more
-#: than needed to balance the load.
+#: gradient of ``att``. A group gets about 8 slices. The limits ensure that there are enough groups to fill the
+#: GPU, and not more than needed to balance the load.
 _LEAST_GROUPS, _MOST_GROUPS = 8192, 32768
 #: Largest number of lane groups per thread block; the number of groups is a multiple of this.
 _GROUPS_PER_BLOCK = 32
@@ -113,7 +113,8 @@ class Call(NamedTuple):
         return self.kind == DOT_PRODUCT and self.edge is None and self.algorithm == "fused3s"
 
 
-#: Result; log-sum-exp of every row and head; for dot products from CSR on CUDA, the sums of edge features.
+#: The result; the log-sum-exp of every row and head; and for dot products from CSR on CUDA, the sums of edge
+#: features.
 Results = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -238,7 +239,7 @@ def _backward_on_cpu(adj: Adjacency, call: Call, grad: Tensor, lse: Tensor, want
 
 
 def aligned(x: Tensor) -> Tensor:
-    """The matrix, or a copy whose rows start at multiples of 16 bytes. A row's size must be such a multiple."""
+    """The matrix, or a copy whose rows start at multiples of 16 bytes; rows must be multiples of 16 bytes."""
     x = unit_stride(x)
     if x.data_ptr() % LOAD_BYTES or x.stride(0) * x.element_size() % LOAD_BYTES:
         return x.clone(memory_format=torch.contiguous_format)
@@ -254,7 +255,7 @@ def _padded(x: Tensor, heads: int) -> Tensor:
 
 
 def _unpadded(x: Tensor, heads: int, width: int) -> Tensor:
-    """Removes the padding of heads; ``width``: features of all heads. Never a view, so callers may edit it."""
+    """Removes the padding of heads; ``width``: features of all heads. Never a view: callers may edit it."""
     if x.size(1) == width:
         return x
     narrow = x.unflatten(1, (heads, -1))[:, :, : width // heads].flatten(1)
@@ -426,7 +427,7 @@ def _gatv2_backward(adj: Adjacency, call: Call, grad: Tensor, out: Tensor, lse: 
 
 
 def _att_rows(adj: Adjacency) -> int:
-    """Number of rows of the partial gradient of ``att``. Sorts the slices now, because sums follow their order."""
+    """Number of rows of the partial gradient of ``att``. Sorts slices, whose order must not change later."""
     if not torch.cuda.is_current_stream_capturing():
         adj.sort_slices()
     return att_rows_of(adj.row_split.slices.size(0))

@@ -16,8 +16,8 @@ from fastsparse_core.content import has_content
 
 #: Classes of tensors whose operators are not overridden.
 PLAIN = (Parameter, Tensor)
-#: Together with the active modes, these attributes decide which code computes with a tensor. Reading them with
-#: one function is faster than reading one after the other.
+#: Together with the active modes, these attributes decide which code computes with a tensor. Reading them
+#: with one function is faster than reading one after the other.
 kind_of = attrgetter("__class__", "dtype", "shape", "device", "layout", "requires_grad")
 # Functions used in every call, bound here to save attribute lookups.
 _is_compiling = torch.compiler.is_compiling

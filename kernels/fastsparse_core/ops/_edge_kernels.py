@@ -95,7 +95,7 @@ class Root(NamedTuple):
 
     @property
     def is_of_nodes(self) -> bool:
-        """True if it has a row per destination."""
+        """True if the result has a row per destination."""
         return self.how not in ("none", "across")
 
 

@@ -13,7 +13,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 
 def untouched(like: Tensor, *size: int) -> Tensor:
-    """Returns ``like.new_empty(size)``. On the CPU, large tensors use huge pages, as results of kernels do."""
+    """Returns ``like.new_empty(size)``. On the CPU, large tensors use huge pages, as kernels' results do."""
     out = like.new_empty(size)
     if out.device.type == "cpu":
         _C.prefer_huge_pages(out=out, bytes=out.nbytes, collapse=False)
@@ -59,7 +59,7 @@ def with_zeros_behind(padded: Tensor, width: int) -> Tensor:
 
 
 def zero_padded(x: Tensor, columns: int) -> Tensor | None:
-    """Returns the matrix of ``columns`` columns from which `with_zeros_behind` made ``x``; None: it did not."""
+    """Returns the matrix of ``columns`` columns from which `with_zeros_behind` made ``x``; None if not."""
     padded, width = getattr(x, "_fastsparse_padded", (None, 0))
     if (
         padded is None

@@ -1,7 +1,8 @@
 """Operators on segments of rows, their gradients, and the cache of sorted segments.
 
 An operator takes either `index` (num_rows,), the segment of every row, or `rowptr` (num_segments + 1,); the
-other one is None. It looks up the sorted segments by that tensor, so `torch.compile` sees only tensors.
+other argument is None. The operator looks up the sorted segments by the tensor, so `torch.compile` sees only
+tensors.
 """
 
 from __future__ import annotations

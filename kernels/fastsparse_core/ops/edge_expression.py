@@ -483,7 +483,7 @@ def _are_on_gpu(tensors: Sequence[Tensor]) -> bool:
 
 
 def _num_warps(rows: Adjacency, has_sums: bool) -> int:
-    """Number of warps of a CUDA C++ kernel, a multiple of `_WARPS`; fewer if each warp writes its own sums."""
+    """Number of warps of a CUDA C++ kernel, a multiple of `_WARPS`; fewer if each warp writes its sums."""
     most = rows.gpu.num_sms * (4 if has_sums else 16)
     return _WARPS * max(min(-(-rows.first_row_split.slices.size(0) // _WARPS), most), 1)
 

@@ -170,7 +170,7 @@ def gated_aggregate(
 def gated_edges(
     adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Computes sums and edge states of GatedGCN (Dwivedi et al., `Benchmarking Graph Neural Networks`, 2020).
+    r"""Computes sums and edge state of GatedGCN (Dwivedi et al., `Benchmarking Graph Neural Networks`, 2020).
 
     .. math::
         \mathbf{z}_{ij} = \mathbf{k}_i + \mathbf{q}_j + \mathbf{e}_{ij}, \qquad

@@ -202,7 +202,7 @@ def plain_spmm(
 
 
 def spmm_of_values(adj: Adjacency, x: Tensor, value: Tensor) -> Tensor:
-    """`plain_spmm` with a gradient of ``x`` and without checks; an earlier call like it must have been checked."""
+    """`plain_spmm` with a gradient of ``x`` but no checks, for repeated calls whose first one was checked."""
     out: Tensor = _spmm_op.apply(x, value, None, None, None, adj.num_dst, adj, False, "auto", False)
     return out
 
