@@ -13,8 +13,8 @@ from fastsparse_core.structure.adjacency import Adjacency
 #: Number of features or outputs per block.
 _TILE = 128
 #: The sums over rows are divided into slabs of rows. These are the smallest number of rows per slab, and the
-#: largest number of slabs times tiles. Each slab has two thread blocks per tile of a weight; all thread blocks
-#: together fill an H200.
+#: largest number of slabs times tiles. Each slab has two thread blocks per tile of a weight; all thread
+#: blocks together fill an H200.
 _SLAB_ROWS = 128
 _MOST_SLABS = 66
 #: Number of bfloat16 terms that represent a float32 number exactly; two terms are used if PyTorch allows

@@ -829,7 +829,7 @@ class _Traced(NamedTuple):
         weight: (out width, in width), or None.
         bias: (out width,), or None.
         root_weight: (out width, in width), or None.
-        eps: :math:`\epsilon` of GIN, one number, or None.
+        eps: the parameter ``eps`` of GIN, one number, or None.
         norm_dst: name of the structure's method that returns the factors of the destinations, or "".
         norm_src: name of the method for the sources, or "".
         adds_loops: whether to add a self loop to every node if the structure has none.

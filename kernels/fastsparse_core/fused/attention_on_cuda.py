@@ -223,7 +223,7 @@ def kept_for(
 def attend(
     call: LayerCall, joint: Tensor, vectors: Sequence[Tensor], bias: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Returns the result with the bias and, for the backward pass, the nodes' state and attention's result."""
+    """Returns the result with the bias and, for the backward pass, nodes' state and attention's result."""
     plan, num_nodes, width = call.plan, joint.shape[0], call.widths[0]
     first, second, _ = _operands(vectors)
     is_float = False

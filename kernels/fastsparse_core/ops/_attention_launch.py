@@ -43,8 +43,8 @@ DOT_PRODUCT, ADDITIVE, GATV2 = 0, 1, 2
 #: Bytes per load. Rows and heads start at multiples of this.
 LOAD_BYTES = 16
 #: Number of lane groups in the row pass of GATv2's backward kernel. Each group has its own sum for the
-#: gradient of ``att``. A group gets about 8 slices. The limits ensure that there are enough groups to fill the
-#: GPU, and not more than needed to balance the load.
+#: gradient of ``att``. A group gets about 8 slices. The limits ensure that there are enough groups to fill
+#: the GPU, and not more than needed to balance the load.
 _LEAST_GROUPS, _MOST_GROUPS = 8192, 32768
 #: Largest number of lane groups per thread block; the number of groups is a multiple of this.
 _GROUPS_PER_BLOCK = 32
@@ -131,7 +131,7 @@ class Gradients(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Returns whether to compute the gradients that take additional time."""
+    """Flags that tell whether to compute the gradients that take additional time."""
 
     edge: bool = False
     edge_weight: bool = False
