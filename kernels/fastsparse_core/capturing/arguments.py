@@ -52,7 +52,7 @@ class Argument:
 
 
 class Held:
-    """Memory that a record reads one of its arguments from.
+    """Memory from which a record reads one of its arguments.
 
     Args:
         like: an argument of the same form.
@@ -60,7 +60,7 @@ class Held:
     Attributes:
         value: the object that is passed to the step.
         rows: which rows are padding; empty without padding.
-        greatest: as in `MaskedFunctions`.
+        greatest: the greatest index in an index tensor, as in `MaskedFunctions`.
         sorted: as ``sorted_rows`` of `StepRun`.
         needs_largest: whether the largest graph of a batch must fit into ``Capacity.largest``, because the
             step makes a dense batch.

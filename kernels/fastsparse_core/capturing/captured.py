@@ -89,7 +89,7 @@ class Captured:
         self._gradients = GradientBuffers()
         self._changes = self._refusals = 0
         self._last: Call | None = None  # the last call, if its record reads the arguments in place
-        self._latest: Form | str = ""  # form of the last call, or the reason why it had none
+        self._latest: Form | str = ""  # form of the last call, or the reason why the call was refused
 
     def reset(self) -> None:
         """Drops all records and observations, as if the step had never been called."""
@@ -115,7 +115,7 @@ class Captured:
 
     @property
     def status(self) -> str:
-        """What the last call did: "replaying", "watching (3 of 20 calls)", or "refused: " and the reason."""
+        """State after the last call: "replaying", "watching (3 of 20 calls)", or "refused: " and why."""
         form = self._latest
         if isinstance(form, str):
             return f"refused: {form}" if form else "watching (no call yet)"
@@ -238,7 +238,7 @@ class Captured:
         return self._graphs.beside(lambda: self.step(*call.args, **call.kwargs))
 
     def _watch(self, form: Form, call: Call) -> Any:
-        """Runs a call unchanged and notes what it uses; the last time, also how it uses Python numbers."""
+        """Runs a call unchanged and records what it uses; the last time, also how it uses Python numbers."""
         is_last = form.calls == form.patience
         if form.calls > 2 and not is_last:
             return self._as_it_is(call)
@@ -306,14 +306,14 @@ class Captured:
     # ---------------------------------------------------------------- records
 
     def _begin(self, form: Form, call: Call) -> Record:
-        """Allocates the memory of a record, and checks that the padded step gives the results of the step."""
+        """Allocates the memory of a record, and checks that padding does not change the step's results."""
         if self.observed.schedules:
             raise Refused("it calls a learning rate scheduler. Call `scheduler.step()` after the step")
         if self._changes > _MOST_CHANGES:
             raise Refused(
-                "settings of its optimizer, learning rates that PyTorch reads on the CPU, or indices that it "
-                f"reads sizes from changed more than {_MOST_CHANGES} times. Leave them as they are between "
-                "calls"
+                "settings of its optimizer, learning rates that PyTorch reads on the CPU, or indices that "
+                f"determine sizes changed more than {_MOST_CHANGES} times. Keep these values constant "
+                "between calls"
             )
         if len(form.records) >= _MOST_ROOMS:
             raise Refused(
@@ -323,7 +323,7 @@ class Captured:
         names = _names_of_arguments(self.step, call)
         for name, argument, varies in zip(names, call.arguments, form.varies, strict=True):
             if varies and any(tensor.requires_grad for tensor in argument.tensors):
-                raise Refused(f"argument `{name}` changes and requires a gradient. Pass it detached")
+                raise Refused(f"argument `{name}` changes and requires a gradient. Pass a detached tensor")
             if varies and any(tensor.device != call.device for tensor in argument.tensors):
                 raise Refused(
                     f"argument `{name}` changes and is on the CPU. Move it with `.to({str(call.device)!r})` "
@@ -386,7 +386,7 @@ class Captured:
         state = self._state(call)
         return self._graphs.beside(lambda: on_trial(lambda: self._probe(job()), state, keeps))
 
-    #: Whether reading numbers can be deferred until after a replay: True for a step, False for a model.
+    #: True if reading numbers can be deferred until after a replay. A model's numbers cannot be deferred.
     _defers = True
 
     def _probe(self, result: Any) -> Any:
@@ -414,7 +414,7 @@ class Captured:
                 if chosen.carried.line:
                     raise Refused(
                         f"{chosen.carried.line} uses a tensor that the previous call created. A replay would "
-                        "read an old one. Write into one tensor instead: `kept.copy_(new)`"
+                        "read an outdated tensor. Write into one tensor in every call: `kept.copy_(new)`"
                     )
                 chosen.replay = self._checked_replay(chosen, call)
             except Exception as error:
@@ -470,7 +470,7 @@ class Captured:
         ):
             raise Refused(
                 "an argument requires a gradient, but is no parameter of the step's modules or optimizers. "
-                "Pass it detached"
+                "Pass a detached tensor"
             )
         with self._gradients.held(parameters) as gradients:
 

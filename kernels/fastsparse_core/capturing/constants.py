@@ -162,7 +162,7 @@ class Answers:
         what: str,
         job: Callable[[], Any],
         sources: tuple[Tensor, ...],
-        otherwise: str = "is not reached in every call, or not in the same order. Decide outside of the step",
+        otherwise: str = "is not reached in every call, or not in the same order. Branch outside of the step",
     ) -> Any:
         """The value that the first run read at this point; tensors in it are copied.
 

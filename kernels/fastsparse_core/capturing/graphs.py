@@ -34,7 +34,7 @@ def record(
     try:
         # The stream is restored here because `torch.cuda.graph` does not restore it if recording fails.
         with warnings.catch_warnings(), torch.cuda.stream(torch.cuda.current_stream()):
-            # An error instead of PyTorch's warning: the step ran on the CPU, so its replays would do nothing.
+            # If PyTorch warns, the step ran on the CPU, and replays would do nothing. So this is an error.
             warnings.filterwarnings("error", message="The CUDA Graph is empty")
             with torch.cuda.graph(graph, stream=stream, **options):
                 try:
@@ -106,7 +106,8 @@ class CudaGraphs:
         options = {"capture_error_mode": "thread_local"}
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-            # PyTorch frees a pool with its last graph and then refuses its handle, so this graph is kept.
+            # PyTorch frees a pool together with its last graph, and later refuses the pool's handle. So this
+            # graph is kept alive.
             self._keeper, _ = record(
                 lambda: torch.zeros(1, device=device), self._stream, pool=self._pool, **options
             )

@@ -37,7 +37,7 @@ class Masks:
             self.add(mask)
 
     def index_of(self, mask: Tensor) -> Tensor | None:
-        """The stored indices of a mask; None if it is unknown or was written to since."""
+        """The stored indices of a mask; None if no indices are stored or the mask was written to since."""
         known = self._known.get(id(mask))
         return None if known is None or known[0] is not mask or known[1] != version_of(mask) else known[2]
 

@@ -81,7 +81,8 @@ class CapturedModel(Captured):
         backward, gradients = self._graphs.record(
             lambda: _Gradients(torch.autograd.grad(outputs, inputs, incoming, allow_unused=True))
         )
-        chosen.execution = None  # only now, because the backward pass reads its structures
+        # Not before the backward pass was recorded, because it reads the structures of the execution.
+        chosen.execution = None
         passes = _Passes(launch, backward, outputs, incoming, gradients)
         return _replay_of(passes, inputs, flat, spec)
 

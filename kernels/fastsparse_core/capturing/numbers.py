@@ -138,7 +138,7 @@ class Tracker:
 
 
 class _Token:
-    """Lives as long as its number. Python's integers do not support weak references."""
+    """Lives as long as its number, as a target of weak references, which Python's integers do not support."""
 
 
 def _references(items: list[Any]) -> list[int]:

@@ -82,7 +82,7 @@ class Observed:
         return self._parameters
 
     def buffers(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Pairs of a module's floating buffer and, for a running mean, its running variance, else None."""
+        """Floating buffers of the modules. Each is paired with None, or a running mean with its variance."""
         return [
             (item, getattr(module, "running_var", None) if name == "running_mean" else None)
             for module in self.modules

@@ -19,7 +19,7 @@ _CHANGED = ("capturable", "fused", "foreach")
 
 
 class RecordedOptimizer:
-    """An optimizer whose steps a CUDA graph can repeat. Its learning rates are tensors if it supports that.
+    """An optimizer whose steps a CUDA graph can repeat, with learning rates in tensors if supported.
 
     Schedulers and assignments change learning rates as before. All other settings are constants of the
     record, and so are the learning rates of optimizers that read them on the host.

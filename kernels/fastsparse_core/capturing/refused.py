@@ -9,7 +9,7 @@ import torch
 
 from fastsparse_core.log import is_of_user, line_of
 
-#: Function that cannot be recorded -> what to do about it; plugins add functions of the frameworks.
+#: Name of a function that cannot be recorded -> advice for the user. Plugins add functions of the frameworks.
 cures: dict[str, str] = {}
 
 

@@ -1,4 +1,4 @@
-"""Runs a step on trial: afterwards, everything that it wrote is restored."""
+"""Runs a step on trial, and restores everything that the step wrote."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class _Rollback(TorchDispatchMode):
-    """Saves the content of memory before operators write to it, unless it was allocated in this mode."""
+    """Saves the content of memory before operators write to it, except memory allocated in this mode."""
 
     #: FastSparse's operators call their kernels directly if all active modes have this attribute. They may do
     #: so under this mode, because it needs no calls inside of operators.

@@ -38,7 +38,7 @@ _ACTIVATIONS: tuple[_Function, ...] = (
 
 @dataclass(frozen=True)
 class Framework:
-    """Functions of a plugin that know its layers.
+    """Functions that a plugin provides for its layers.
 
     Attributes:
         is_layer: whether a module is a graph layer.
@@ -83,7 +83,7 @@ def split(
     Args:
         model: module, list or tuple.
         framework: functions of the plugin.
-        like: features (N, ...); those of the small graph get their width and dtype.
+        like: features (N, ...); the features of the small graph get the same width and dtype.
         device: device of the model.
         small: structure of the small graph, on which ``framework.call`` computes.
 
@@ -199,7 +199,7 @@ def _in_float32(model: Module, framework: Framework, x: Tensor) -> tuple[Module,
 
 
 def _layers_of(model: Module, framework: Framework) -> list[_Part]:
-    """Graph layers that are attributes of a model, or in its lists."""
+    """Graph layers that are attributes of a model, or in its ``ModuleList`` attributes."""
     found = []
     for name, child in model.named_children():
         items = child.named_children() if isinstance(child, ModuleList) else [("", child)]

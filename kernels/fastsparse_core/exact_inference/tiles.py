@@ -35,7 +35,7 @@ _ROW_BYTES = 16
 _CPU_BYTES = 2**30
 #: Largest number of entries of a tile, because positions of entries are int32.
 _MOST_ENTRIES = 2**30
-#: Bytes that are copied between the host and a GPU, or gathered for it, at a time.
+#: Number of bytes that are copied between the host and a GPU, or gathered for the GPU, at a time.
 _PIECE_BYTES = 2**26
 _NUM_BUFFERS = 4
 #: Data on the host that is larger than this number of bytes is copied to page-locked buffers first, so that
@@ -293,7 +293,7 @@ class _Tiles:
         if x.device == self._device or ids is None:
             return _Rows(x, is_given=True)
         if not self._placement.fits(ids.numel() * x[:1].nbytes):
-            return _Rows(x, is_given=True)  # every tile gathers its rows
+            return _Rows(x, is_given=True)  # every tile gathers the rows that it reads
         return self.rows(self._gathered(x, ids.to(self._device)), ids)
 
     def rows(self, data: Tensor, ids: Tensor | None) -> _Rows:
@@ -402,7 +402,7 @@ class _Tiles:
             stored: the features of all nodes, on the host.
             width: number of columns.
             first: the result of one node, for its shape and dtype.
-            target: as in `layer`.
+            target: tensor for the results; None: a new tensor.
         """
         data, placement = stored.data, self._placement
         self._lock_structure()

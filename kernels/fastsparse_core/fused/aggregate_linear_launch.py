@@ -116,7 +116,7 @@ def gradients_of_parameters(
     width = own.shape[1]
     grad_weight, grad_root = grad.new_empty(out_width, width), grad.new_empty(out_width, width)
     grad_bias = grad.new_empty(out_width) if needs_bias else None
-    # Gradients of both weights, slab by slab, followed by those of the bias.
+    # Memory for the gradients of both weights, slab by slab, followed by the gradients of the bias.
     tiles = -(-width // _TILE) * -(-out_width // _TILE)
     num_slabs = min(-(-num_rows // _SLAB_ROWS), _MOST_SLABS // tiles)
     of_weights = num_slabs * 2 * out_width * width

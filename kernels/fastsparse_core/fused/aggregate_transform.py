@@ -158,8 +158,8 @@ def starts_with(x: Tensor, root: Tensor) -> bool:
     if root is x:
         return True
     return (
-        # If both are views of one tensor, the gradient of root must not be added to that of x if a hook reads
-        # the latter.
+        # If both are views of one tensor and a hook reads the gradient of x, the gradient of root must not be
+        # added to it.
         (not x._is_view() or (x._backward_hooks is None and not x.retains_grad))
         and root._is_view()
         and root._base is (x._base if x._is_view() else x)
@@ -794,7 +794,7 @@ def _differentiable_sum(
     *,
     back: bool = False,
 ) -> Tensor:
-    """The sum, or with ``back`` the transposed sum, computed by operators with gradients of their own."""
+    """The sum, or with ``back`` the transposed sum, computed by differentiable operators."""
     scales = (plan.scale_dst, plan.scale_src)
     if back:
         adj, scales = adj.t(valued=value is not None), scales[::-1]
@@ -805,7 +805,7 @@ def _differentiable_sum(
 def _onto_root(
     plan: _Plan, adj: Adjacency, grad_sums: Tensor, grad: Tensor, root_matrix: Tensor
 ) -> Tensor | None:
-    """Scatters the gradient of the sums onto that of the own features; None if it cannot be scattered."""
+    """Adds the sums' gradient to the own features' gradient by scattering; None if this is not possible."""
     dtype = plan.given[0]
     if dtype != torch.float32 or adj.symmetric or not scatters(adj, plan.algorithm, grad.dtype, None):
         return None

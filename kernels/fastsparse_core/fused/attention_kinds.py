@@ -22,8 +22,8 @@ Flags = Sequence[bool]
 #: The result of all heads, and the tensors that the backward pass needs.
 Result = tuple[Tensor, tuple[Any, ...]]
 Gradients = tuple[Tensor, Sequence[Tensor | None]]
-#: Features of the edges; the weight of their linear map to the heads' features, or None; for additive
-#: attention, the weight of their linear map to the scores.
+#: Features of the edges (num_values, A); the weight (heads * D, A) that maps them to the heads' features, or
+#: None; and the weight (heads, A) that maps them to the scores, only for additive attention.
 LayerEdges = tuple[Tensor, Tensor | None, Tensor | None]
 
 
@@ -42,7 +42,7 @@ class LayerCall(NamedTuple):
     widths: tuple[int, ...]
     mean: bool
     num_vectors: int
-    #: Whether the backward pass reads the result, which then must not be overwritten.
+    #: True if the backward pass reads the result. Then callers must not overwrite the result.
     keeps_result: bool
     #: Object of `_C` that computes everything after the linear maps, with one call per pass; None: operators
     #: run one by one.
@@ -50,9 +50,9 @@ class LayerCall(NamedTuple):
 
 
 class Score:
-    """A kind of attention. Its input is one matrix, the results of the layer's linear maps side by side."""
+    """A kind of attention. The input is one matrix, the results of the layer's linear maps side by side."""
 
-    #: Whether the backward pass on CUDA reads the result.
+    #: True if the backward pass on CUDA reads the result.
     reads_result: ClassVar[bool]
     #: AttentionScore in kernels/include/fastsparse/views.h.
     code: ClassVar[int]

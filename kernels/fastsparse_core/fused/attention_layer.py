@@ -91,8 +91,8 @@ def attention_layer(
 
     Returns:
         (N, heads * D), or (N, D) for the mean, in autocast's dtype if it is on; differentiable twice. None if
-        operators have to run one by one: a linear map has hooks, a trace is not that of `torch.compile`,
-        devices or dtypes differ, or there is no kernel.
+        operators have to run one by one: a linear map has hooks, the call is traced by another tracer than
+        `torch.compile`, devices or dtypes differ, or there is no kernel.
     """
     is_traced = not is_plain_eager(x)
     if not (

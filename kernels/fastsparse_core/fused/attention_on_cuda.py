@@ -34,9 +34,9 @@ class _Provisional(NamedTuple):
     """
 
     plan: Plan
-    #: Whether slices of the structures were sorted when the plan was made.
+    #: True if the slices of the structures were sorted when the plan was made.
     is_sorted: bool
-    #: Whether the plan reads rows because the structure has not been used often.
+    #: True if the plan reads CSR rows because the structure has not been used often enough for blocks.
     may_convert: bool
 
     def serves(self, adj: Adjacency, backward: bool) -> bool:

@@ -104,7 +104,7 @@ def can_maxk_linear(
         weight: multiplied by the aggregated neighbours.
         bias: bias of the result, or None.
         root_weight: multiplied by the destinations, which are the first sources; or None.
-        out_by_in: as for :func:`maxk_linear`.
+        out_by_in: whether weights are (out width, in width).
     """
     values, device = cbsr.values, cbsr.values.device
     if not (
@@ -297,7 +297,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _add_roots(grad_values: Tensor, grad_roots: Tensor, ids: Tensor, once: bool) -> Tensor:
-    """Adds the kept columns of the destinations' gradients to those of the first sources."""
+    """Adds the kept columns of the destinations' gradients to the gradients of the first sources."""
     if once:
         grad_values[: ids.size(0)] += gather_op(grad_roots, ids)
         return grad_values

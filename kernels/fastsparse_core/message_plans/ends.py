@@ -77,7 +77,7 @@ class EdgeEnd:
 
 
 def gather(x: Tensor, end: EdgeEnd, dim: int = 0) -> Tensor:
-    """Gathers each edge's row of ``x``. The backward pass calls :func:`reduce`, so it is deterministic."""
+    """Gathers each edge's row of ``x``. The gradient is a sum without atomics, so it is deterministic."""
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     if not x.is_floating_point() or (dim % x.dim() and not needs_grad):
         return x.index_select(dim, end.index)

@@ -265,7 +265,7 @@ class MailboxPlanner(Planner):
     @staticmethod
     def _check(out: Any) -> None:
         if not all(_is_per_edge(value) for value in out.values()):
-            raise NoPlan("messages without a row per edge")
+            raise NoPlan("messages that do not have a row per edge")
 
     def _walk_mailbox(self, trace: Graph, messages: Mapping[str, Any]) -> Any:
         values: dict[Node, Any] = {}
@@ -393,7 +393,7 @@ class MailboxPlanner(Planner):
         return dim if dim < 0 else dim - 1
 
     def _aligned(self, item: Any, dims: int) -> Any:
-        """An operand in its form per edge, to be combined with messages of ``dims`` dimensions."""
+        """An operand as a value per edge, to be combined with messages of ``dims`` dimensions."""
         if isinstance(item, _Mail) and item.dims == dims:
             return item.value
         if isinstance(item, _Rows) and item.meta.dim() == dims and item.meta.size(1) == 1:

@@ -1,4 +1,4 @@
-"""Plans a traced `message()` and its reduction: less work per edge, and the core's kernels if they fit.
+"""Plans a traced `message()` and its reduction, with less work per edge, and with kernels where possible.
 
 A linear map of a concatenation is split into one product per node for each end. A final linear map is applied
 after a sum or mean instead of before. Attention, gated and GINE messages use the core's kernels. The rest is

@@ -13,7 +13,7 @@ from fastsparse_core.ops._operands import written_out
 #: Dtypes that autocast casts.
 CAST = (torch.float32, torch.bfloat16, torch.float16)
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-#: Whether products of 16-bit matrices give float32 without a cast (torch 2.8 and later, on CUDA).
+#: True if products of 16-bit matrices can return float32 without a cast (torch 2.8 and later, on CUDA).
 _GIVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()
 
 

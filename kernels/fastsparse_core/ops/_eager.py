@@ -25,9 +25,10 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_functional = torch._is_functional_tensor
 _num_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
-#: Whether a tensor stands for a batch of tensors, such as gradients with is_grads_batched=True.
+#: Function that tells whether a tensor stands for a batch of tensors, such as gradients with
+#: is_grads_batched=True.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
-#: Whether a tensor belongs to a transform of torch.func, even one that has ended.
+#: Function that tells whether a tensor belongs to a transform of torch.func, even if the transform has ended.
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 # Hooks for all modules. (PyTorch 2.6 has no public function for this check.)
 _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (

@@ -173,7 +173,10 @@ class Writer:
         return self.names[expression]
 
     def gradients(self, roots: Sequence[Root], wanted: Collection[int]) -> dict[int, str]:
-        """Adds the lines for gradients from those of the results, ``go0``, ``go1``; returns names by leaf."""
+        """Adds the lines that compute the gradients of the wanted leaves; returns the names by leaf.
+
+        The gradients of the results have the names ``go0``, ``go1`` and so on.
+        """
         leads = {("leaf", n) for n in wanted}  # the wanted leaves, and all expressions that contain them
         for each, _ in self.order:
             if any(arg in leads for arg in each[1:]):
@@ -200,7 +203,8 @@ def source_of(part: str, roots: tuple[Root, ...], leaves: tuple[Leaf, ...], want
     writer = Writer()
     values = [writer.value(root.value) for root in roots]
     kept = KEEPS.get(roots[0].how, ())
-    # Mapped features are leaf n - 1 and their weight leaf n: its gradient follows from that of leaf n - 1.
+    # If leaf n is the weight of mapped features, these are leaf n - 1. The weight's gradient is computed from
+    # the gradient of leaf n - 1.
     grads = writer.gradients(roots, {n - (leaves[n].place == "weight") for n in wanted})
     own = "src" if part == "columns" else "dst"
     sums = [n for n in wanted if leaves[n].place in ("weight", "whole")]

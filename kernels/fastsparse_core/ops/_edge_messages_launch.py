@@ -95,10 +95,11 @@ class Operands(NamedTuple):
     q: Tensor
     v: Tensor | None
     edge: Tensor | None
-    #: For raw features: rows of the transposed map, then those of the values' map (gates) or the bias (relu).
+    #: For raw features: the rows of the transposed map, then the rows of the transposed map of the values
+    #: (gates) or the bias (relu).
     maps: Tensor | None = None
-    #: The map, a matrix that is added to it, the values' map and the bias, which the next launch writes to
-    #: `maps`.
+    #: The map, a matrix that is added to the map, the values' map and the bias. The next launch writes them
+    #: to `maps`.
     given: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None,) * 4
 
     @classmethod

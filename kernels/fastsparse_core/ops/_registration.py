@@ -325,7 +325,7 @@ def fits_one_operator(x: Tensor, *others: Tensor | None) -> bool:
     return dtype in DTYPE_CODE
 
 
-# ---------------------------------------------------------------- kernels with gradients of their own
+# ---------------------------------------------------------------- kernels whose gradients are kernels, too
 
 
 class FusedOperator(Operator):

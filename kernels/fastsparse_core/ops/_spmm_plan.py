@@ -309,9 +309,9 @@ def add_transposed(
 ) -> Tensor:
     """Adds the transposed product to ``total``, contiguous float32 (num_src, width), without a transpose.
 
-    On CUDA, it uses atomics, so the order of the sums varies. `policy.scatters` tells whether it may be
-    called. The arguments are those of the untransposed product, and ``x`` is (num_dst, width). Only the first
-    ``num_given`` rows of ``total`` are initialized; the others count as 0.
+    On CUDA, the kernel uses atomics, so the order of the sums varies. Callers must check `policy.scatters`
+    first. The arguments are those of the untransposed product, except that ``x`` is (num_dst, width). Only
+    the first ``num_given`` rows of ``total`` must be initialized; the other rows count as 0.
 
     Returns:
         ``total``. If ``num_given`` is 0, `policy.counts_sources` is true and ``x`` has 16 bits: the result in

@@ -271,7 +271,7 @@ def _gradients_by_expressions(
             grad = grad / call.adj.in_degree().clamp(min=1).to(grad.dtype).unsqueeze(1)
         given.append(grad)
         places.append("dst" if root.is_of_nodes else "edge")
-    # One call for all results of edges and destinations, and one for those of sources.
+    # One call computes all gradients of edges and destinations, and one call all gradients of sources.
     asked: dict[bool, dict[Root, Tensor | None]] = {False: {}, True: {}}
     roots: dict[int, tuple[bool, Root]] = {}
     for n in wanted:

@@ -43,10 +43,10 @@ def spmm_algorithm(
     """Resolves ``"auto"``, and a request that this call does not support, to the name of a kernel.
 
     Args:
-        facts: of the structure.
+        facts: facts about the structure.
         gpu: profile of the GPU.
         algorithm: the caller's choice.
-        dtype: of the features.
+        dtype: dtype of the features.
         width: features per node.
         heads: number of values per edge; 1 if there are no values.
         aligned: whether features and result allow 16-byte accesses to whole rows.
@@ -96,10 +96,10 @@ def spmm_resident(
     for rows of 256 entries (docs/dev/choosing.md).
 
     Args:
-        facts: of the structure.
+        facts: facts about the structure.
         gpu: profile of the GPU.
         algorithm: ``"csr"`` or ``"tca"``; other algorithms never use the tile.
-        dtype: of the features.
+        dtype: dtype of the features.
         width: features per node.
         heads: number of values per edge; 1 if there are no values.
         aligned: whether features allow 16-byte accesses to whole rows.
