@@ -19,7 +19,7 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def kept_result(ctx: Any, out: Tensor) -> Tensor | None:
-    """The result to save for the backward pass; None on the CPU, whose kernels sum <grad, out> per entry."""
+    """The result that the backward pass needs; None on the CPU, whose kernels sum <grad, out> per entry."""
     ctx.written = None
     return alias_of(ctx, out) if out.is_cuda else None
 
