@@ -95,7 +95,10 @@ class Constant(Held):
         self._marks = [mark_of(tensor) for tensor in like.tensors]
 
     def is_as_recorded(self, argument: Argument) -> bool:
-        """Returns whether the tensors are the recorded ones, at the same addresses, integers unedited."""
+        """Returns whether the tensors are the recorded ones, at the same addresses.
+
+        Integer tensors must not have been written to either.
+        """
         return (
             all(x is y for x, y in zip(self.tensors, argument.tensors, strict=True))
             and [mark_of(tensor) for tensor in self.tensors] == self._marks
@@ -110,7 +113,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class _FixedArgument(Argument):
-    """A number, or an object that is identified by its address."""
+    """A number, which is compared by value, or an object that is identified by its address."""
 
     def is_as_given(self) -> bool:
         return True
@@ -129,7 +132,7 @@ class _TensorArgument(Argument):
 
 
 class _Container(Argument):
-    """A list, tuple, named tuple or dictionary."""
+    """A list, tuple, named tuple or dictionary of arguments."""
 
     def __init__(self, value: Any) -> None:
         items = list(value.values()) if isinstance(value, dict) else list(value)

@@ -153,7 +153,7 @@ class Answers:
         self._is_complete = False
 
     def begin_run(self) -> None:
-        """Starts again at the first value."""
+        """Starts a run: the next call of `ask` returns the first value again."""
         self._is_complete = self._is_complete or bool(self._next)
         self._next = 0
 

@@ -66,7 +66,7 @@ class Form:
 
     Attributes:
         calls: number of calls so far.
-        varies: for every argument, whether it differed between calls.
+        varies: for every argument, whether the argument differed between calls.
         seen: sizes of the last batches.
         records: the records, the newest first.
         refusal: why the step is not recorded; "" if it may be.
@@ -106,7 +106,7 @@ class Record:
 
     Args:
         call: a call of the form.
-        varies: as in `Form`.
+        varies: for every argument, whether the argument differs between calls.
         capacity: numbers of nodes and edges that a padded batch has; None: nothing is padded.
 
     Attributes:

@@ -81,7 +81,7 @@ class CapturedModel(Captured):
         backward, gradients = self._graphs.record(
             lambda: _Gradients(torch.autograd.grad(outputs, inputs, incoming, allow_unused=True))
         )
-        # Not before the backward pass was recorded, because it reads the structures of the execution.
+        # Freed only now, because the recording of the backward pass reads the structures of the execution.
         chosen.execution = None
         passes = _Passes(launch, backward, outputs, incoming, gradients)
         return _replay_of(passes, inputs, flat, spec)

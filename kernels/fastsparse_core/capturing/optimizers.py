@@ -81,7 +81,7 @@ class RecordedOptimizer:
                 self._moved.append((state, name))
 
     def restore(self) -> None:
-        """Restores the optimizer's original settings, except those that were changed since."""
+        """Restores the optimizer's original settings, except settings that the user has changed since."""
         self.optimizer._step_supports_amp_scaling = self._scales  # type: ignore[attr-defined]
         for group, before, rate in zip(self.optimizer.param_groups, self._before, self._rates, strict=False):
             for name in _CHANGED:

@@ -426,7 +426,7 @@ class _Tiles:
     def _sums(self, stage: Stage, data: Tensor, width: int) -> list[Tensor]:
         """A stage's sums on the host, (num_nodes, columns) each, of ``width`` columns or less at a time."""
         if self._memory_of_sums is None or self._memory_of_sums.nbytes < data.nbytes:
-            self._memory_of_sums = None  # before the new memory is taken
+            self._memory_of_sums = None  # frees the old memory before the new memory is allocated
             self._memory_of_sums = torch.empty(data.nbytes, dtype=torch.uint8)
         memory = self._memory_of_sums[: data.nbytes].view(data.dtype)
         least = max(_ROW_BYTES // data.itemsize, 1)
@@ -515,7 +515,7 @@ class _Tiles:
         """Estimated bytes per row, per entry and per source of a tile."""
         source, result = stored.data[:1].nbytes, first[:1].nbytes
         ranks = self._placement.num_ranks
-        pieces = 4 if ranks == 1 else 6 + ranks  # a tile of each process, and the buffers of the exchange
+        pieces = 4 if ranks == 1 else 6 + ranks  # includes a tile of each process and buffers of the exchange
         costs = _Size(rows=32 + 2 * source + pieces * result, entries=4, sources=0)
         if self._is_gathered(stage, stored.data.device == self._device):
             is_transformed = stage.reads == "sources"

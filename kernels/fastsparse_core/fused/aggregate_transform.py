@@ -81,7 +81,7 @@ def graph_convolution(
             in place of s and t.
 
     Returns:
-        (num_dst, out width), or None, as `_in_one_node`.
+        (num_dst, out width), or None if separate operators have to run (`_in_one_node`).
     """
     if weight is None or (aggregate_first and x.requires_grad):
         return None
@@ -134,7 +134,7 @@ def aggregate_linear(
             is narrow.
 
     Returns:
-        (num_dst, out width), or None, as `_in_one_node`; also None if ``root`` is not the first rows of ``x``
+        (num_dst, out width), or None as in `_in_one_node`; also None if ``root`` is not the first rows of ``x``
         (`starts_with`).
     """
     if not is_plain_eager(x):
@@ -202,7 +202,7 @@ def weighted_linear(
             is narrow.
 
     Returns:
-        (num_nodes, out width), or None, as `_in_one_node`.
+        (num_nodes, out width), or None if separate operators have to run (`_in_one_node`).
     """
     if type(adj) is not Adjacency or adj.num_dst != adj.num_src or not is_plain_eager(value):
         return None
@@ -225,7 +225,7 @@ def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
         eps: one number, which gets no gradient.
 
     Returns:
-        (N, width), or None, as `_in_one_node`; also None if ``eps`` requires a gradient.
+        (N, width), or None as in `_in_one_node`; also None if ``eps`` requires a gradient.
     """
     dtype = eps.dtype
     if (
@@ -275,7 +275,7 @@ def relational_linear(
         reduce: ``"sum"`` or ``"mean"``.
 
     Returns:
-        (num_dst, out width), or None, as `_in_one_node`.
+        (num_dst, out width), or None if separate operators have to run (`_in_one_node`).
     """
     form = (False, False, reduce, False, False, True)
     return _in_one_node(adj, form, x, None, weight, bias, root)
@@ -685,7 +685,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             own = features[: plan.num_rows]
         if transform_first and needs_value:
             met = features @ (matrix.t() if plan.out_by_in else matrix)
-        elif needs_weight and not transform_first and (needs_x or needs_value):  # otherwise sums are constant
+        elif needs_weight and not transform_first and (needs_x or needs_value):  # otherwise, the sums are constants
             met = _differentiable_sum(plan, adj, features, value, loop).view(plan.num_rows, -1)
     if matrix is not None and not plan.out_by_in:
         matrix = (matrix.reshape(-1, matrix.shape[2]) if plan.is_stacked else matrix).t()

@@ -86,8 +86,9 @@ def attention_layer(
         kind: the framework's class of linear layers.
         edges: edge features (num_values, A) in the caller's edge order, and a linear layer without bias that
             maps them to (num_values, heads * D). Additive attention adds the mapped features to the values;
-            if the layer is None, it adds nothing. It also takes a third item, a weight (heads, A), whose
-            product with the features is added to the scores. Supported on the CPU only.
+            if the layer is None, it adds nothing. Additive attention also takes a third item, a weight
+            (heads, A), whose product with the features is added to the scores. Edge features are supported on
+            the CPU only.
 
     Returns:
         (N, heads * D), or (N, D) for the mean, in autocast's dtype if it is on; differentiable twice. None if
@@ -172,7 +173,7 @@ def attention_layer(
     if algorithm == "unfused" or (x.is_cuda and not score.has_cuda_kernel(adj, dtype, widths, heads, scale)):
         return None
     if score is DOT_PRODUCT and algorithm == "csr" and not x.is_cuda:
-        return None  # the operator warns that the CPU has no such kernel
+        return None  # the operator that runs instead warns that the CPU has no such kernel
     keeps_result = records and x.is_cuda and score.reads_result
     if keeps_result and bias is None and not mean and not score.adds(widths):
         return None  # the node would save the result, so the caller could not edit it in place

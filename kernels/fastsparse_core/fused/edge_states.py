@@ -81,7 +81,7 @@ def _states(
 
 
 class _EdgeStates(torch.autograd.Function):
-    """Calls the kernels of edge_softmax, spmm and sddmm. Second derivatives use these operators."""
+    """Calls the kernels of edge_softmax, spmm and sddmm. Second derivatives call the operators themselves."""
 
     @staticmethod
     def forward(ctx: Any, adj: Adjacency, *tensors: Tensor) -> tuple[Tensor, Tensor]:

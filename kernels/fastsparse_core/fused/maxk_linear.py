@@ -44,11 +44,11 @@ def aggregate_cbsr(
     Args:
         adj: structure (num_dst, num_src).
         cbsr: sparse features (num_src, D).
-        transform: function of the aggregated features (num_dst, D) and the sparse features. It runs again in
-            the backward pass. So it must not use random numbers or run hooks, and it may use only its
-            arguments, ``weight`` and constants: edits of other tensors would not be detected.
-        weight: the weight that ``transform`` uses. If the features have a gradient, it must not be edited
-            before the backward pass, as with a linear layer.
+        transform: function of the aggregated features (num_dst, D) and the sparse features. The function runs
+            again in the backward pass, so it must not use random numbers or run hooks. It may use only its
+            arguments, ``weight`` and constants, because edits of other tensors would not be detected.
+        weight: the weight that ``transform`` uses. If the features have a gradient, callers must not edit the
+            weight before the backward pass, as with a linear layer.
         value: edge values as in :func:`fastsparse_core.ssd`.
         reduce: ``"sum"`` or ``"mean"``.
         scale_dst: constant factors of the rows, (num_dst,); None: 1.
@@ -101,9 +101,9 @@ def can_maxk_linear(
     Args:
         adj: structure.
         cbsr: sparse features of the sources.
-        weight: multiplied by the aggregated neighbours.
+        weight: weight of the aggregated neighbours.
         bias: bias of the result, or None.
-        root_weight: multiplied by the destinations, which are the first sources; or None.
+        root_weight: weight of the destinations, which are the first sources; or None.
         out_by_in: whether weights are (out width, in width).
     """
     values, device = cbsr.values, cbsr.values.device

@@ -109,7 +109,7 @@ def by_plan(
         plans: plans of one trace, by key. Layers of one class may need several plans for one key.
         key: properties of the arguments that a plan depends on.
         layer: the layer.
-        found: the edges and arguments.
+        found: the edges and arguments of the call.
         make: function that makes a plan for this layer, or returns the reason why there is none.
     """
     known = plans.setdefault(key, [])
@@ -314,7 +314,7 @@ def _name_of(node: Node) -> str:
 
 @contextlib.contextmanager
 def naming(node: Node) -> Iterator[None]:
-    """Within this context, a `NoPlan` without a reason, or any other error, names the operator."""
+    """Context in which errors become a `NoPlan` that names the operator, except a `NoPlan` with a reason."""
     try:
         yield
     except Exception as error:  # operators run on tensors without content, and may raise any error
@@ -362,8 +362,8 @@ class Planner:
 
         Args:
             layer: the layer whose method is planned.
-            found: the edges and arguments.
-            mixed: dtype of autocast; None if it is off.
+            found: the edges and arguments of the call.
+            mixed: dtype of autocast; None if autocast is off.
         """
         self.layer, self.found, self.mixed = layer, found, mixed
         self.graph = Graph()
@@ -1023,7 +1023,7 @@ class Planner:
         raise NoPlan
 
     def _once(self, target: Any, *args: Any) -> Node:
-        """A call of a function, or of a method given by name. Equal calls share one node."""
+        """Adds a call of a function, or of a method given by name. Equal calls share one node."""
         known = (node for node in self.graph.nodes if node.target == target and node.args == args)
         return next(known, None) or (self.method if isinstance(target, str) else self.call)(target, args)
 
@@ -1147,7 +1147,7 @@ class Planner:
         return self.call(terms.by_expression, operands)
 
     def _generated_rows(self, value: Any, how: str) -> Node | None:
-        """One kernel for several rows per node."""
+        """One generated kernel that computes several rows per node; None if no kernel fits."""
         if value.made is not None or how not in ("sum", "mean"):
             return None
         try:

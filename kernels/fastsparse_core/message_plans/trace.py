@@ -25,7 +25,7 @@ from torch.fx import Graph, Node, Proxy
 
 from fastsparse_core.replacement import original_of
 
-#: Modules whose functions a trace records, by the names that a body may use.
+#: Modules that a body may use, because a trace records the calls of their functions.
 _MODULES = (torch, F, math)
 _BUILTINS = (hasattr,)
 #: Instructions that a traced body must not have, because their effects go beyond computing a result.

@@ -1,16 +1,16 @@
 r"""Launches the kernels of attention, forward and backward, on the CPU and on CUDA.
 
 The CPU has one kernel for all calls. CUDA has three families of kernels: dot products from binary sparse
-blocks; GAT and GATv2 from CSR; and kernels that read numbers of edges from CSR, for dot products and for
-GATv2 with edge features.
+blocks; GAT and GATv2 from CSR; and kernels that can also read a bias or features of the edges, for dot
+products from CSR and for GATv2 with edge features.
 
 For dot products with edge features, let :math:`W_h` be the rows of the edges' linear layer that belong to
 head h. Then :math:`\langle q_i, W_h a_{ij} \rangle = \langle W_h^\top q_i, a_{ij} \rangle` and
 :math:`\sum_j w_{ij} W_h a_{ij} = W_h \sum_j w_{ij} a_{ij}`. So both products with :math:`W` have a row per
 node instead of a row per edge. CUDA stores :math:`\sum_j w_{ij} a_{ij}`, (num_dst, heads, A), for the
-gradient of :math:`W`. GATv2 has :math:`W a_{ij}` inside the leaky ReLU, so its kernels compute it for every
-edge, without storing it. Both backward passes store two numbers per edge and head; GATv2's on CUDA also
-stores a bit per feature.
+gradient of :math:`W`. In GATv2, :math:`W a_{ij}` is part of the argument of the leaky ReLU, so the kernels
+compute this product for every edge, without storing it. Both backward passes store two numbers per edge and
+head; on CUDA, the backward pass of GATv2 also stores a bit per feature.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 # AttentionScore in kernels/include/fastsparse/views.h.
 DOT_PRODUCT, ADDITIVE, GATV2 = 0, 1, 2
-#: Bytes per load. Rows and heads start at multiples of this.
+#: Number of bytes per load. Rows and heads start at multiples of this number.
 LOAD_BYTES = 16
 #: Number of lane groups in the row pass of GATv2's backward kernel. Each group has its own sum for the
 #: gradient of ``att``. A group gets about 8 slices. The limits ensure that there are enough groups to fill

@@ -37,7 +37,7 @@ def gradients_of(
 
     Args:
         roots: the results.
-        wanted: numbers of the leaves.
+        wanted: numbers of the leaves whose gradients are computed.
         grads: gradients of the values of the results, per edge.
     """
     writer = Writer()

@@ -380,7 +380,7 @@ def relu_backward_on_cpu(
     needs: Sequence[bool],
     map_dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """:func:`backward` for relu on the CPU, with fewer Python operations, which dominate on small graphs.
+    """:func:`backward` for relu on the CPU, with less host time, which dominates on small graphs.
 
     Args:
         adj: structure.
@@ -390,7 +390,7 @@ def relu_backward_on_cpu(
         maps: maps of the forward pass, or None.
         kept: bytes that the forward pass stored.
         edge_width: number of features per edge.
-        scale: ``kept``, if the forward pass had a root, or None.
+        scale: the same tensor as ``kept`` if the forward pass had a root, otherwise None.
         needs: whether gradients of sources, edges, map and bias are wanted.
         map_dtype: dtype of the gradients of map and bias.
 

@@ -115,7 +115,7 @@ def spmm_extremum(
 
 
 class _SpmmExtremum(torch.autograd.Function):
-    """The gradient of a result is the gradient of the entry that was chosen as maximum or minimum."""
+    """Passes the gradient of each result to the entry that was chosen as its maximum or minimum."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -108,7 +108,7 @@ def _plan(
 
 
 class _CsrPlan:
-    """A kernel that reads CSR.
+    """The plan of a kernel that reads CSR.
 
     - ``"csr"``: rows cut into slices (spmm_csr.cu); whole rows on the CPU
     - ``"tca"``: tensor cores from CSR as it is (spmm_tca.cu)
@@ -219,7 +219,7 @@ class _CountedPlan:
 
 
 class _BsbPlan:
-    """Binary sparse blocks on the tensor cores (spmm_bsb.cu)."""
+    """The plan of the kernel for binary sparse blocks on tensor cores (spmm_bsb.cu)."""
 
     def __init__(self, adj: Adjacency, dtype: torch.dtype, width: int, value: Tensor | None) -> None:
         dense = is_dense(value)
@@ -314,8 +314,8 @@ def add_transposed(
     the first ``num_given`` rows of ``total`` must be initialized; the other rows count as 0.
 
     Returns:
-        ``total``. If ``num_given`` is 0, `policy.counts_sources` is true and ``x`` has 16 bits: the result in
-        the dtype of ``x``; ``total`` is then overwritten.
+        ``total``. Exception: if ``num_given`` is 0, `policy.counts_sources` is true and ``x`` has 16 bits,
+        the result is a tensor in the dtype of ``x``, and ``total`` is overwritten.
     """
     x = unit_stride(x)
     if value is not None:
@@ -370,7 +370,7 @@ def grad_of_features(
         total = grad.new_empty(adj.num_src, grad.size(1), dtype=torch.float32)
         total = add_transposed(adj, grad, value, scale_dst, scale_src, total).to(grad.dtype)
         return total if loop is None else with_loops(total, grad, scale_dst, scale_src, loop)
-    if value is not None and value.dim() == 3:  # `is_dense`, without the call
+    if value is not None and value.dim() == 3:  # `is_dense`, inlined to save a Python call
         value = edges_from_dense(adj, value)
     transposed = adj.t(valued=value is not None)
     return launch_spmm(transposed, grad, value, scale_src, scale_dst, None, algorithm, loop=loop)

@@ -116,7 +116,7 @@ def _maxk_dense(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _num_words(width: int) -> int:
-    """Number of 32-bit words with one bit per column."""
+    """Number of 32-bit words that are needed for one bit per column."""
     return (width + 31) // 32
 
 

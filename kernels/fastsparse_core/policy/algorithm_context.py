@@ -71,7 +71,7 @@ def algorithms(
         A context manager, also usable as a decorator.
 
     Raises:
-        ValueError: There is no algorithm of that name.
+        ValueError: An operator has no algorithm with the given name.
 
     Examples:
         >>> import torch
@@ -112,7 +112,7 @@ def requested(operator: str, algorithm: str) -> str:
     context variable is not set.
 
     Raises:
-        ValueError: The operator has no algorithm of that name.
+        ValueError: The operator has no algorithm with this name.
     """
     if algorithm != "auto":
         check_algorithm(algorithm, ALGORITHMS[operator])

@@ -15,7 +15,7 @@ REUSE = 16
 #: batch is gone.
 UNSORTED_USES, UNSORTED_USES_OF_FEW = 8, 16
 #: Number of gradients of a new structure that are scattered (summed with atomics) before its transpose is
-#: built. A structure that is used in one step only has one gradient per layer.
+#: built. If a structure is used in a single step, there is only one gradient per layer.
 SCATTERS = 2
 #: Largest mean number of edges per source for scattered gradients: longer sums lose precision, and their
 #: atomics contend.
