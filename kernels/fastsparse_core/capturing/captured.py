@@ -565,7 +565,7 @@ def _tolerated(found: float, rounds: bool, one: Trial, others: Sequence[Callable
 
     If ``found`` is larger than the tolerance, further trials show by how much equal runs differ.
     Equal runs differ because atomics add in any order, and because libraries choose other kernels for a
-    recording. In 16 bits, both have large effects. For a record, the further trials are replays, not plain
+    recording. In 16 bits, both effects are large. For a record, the further trials are replays, not plain
     runs: Python state that changes between calls would also change plain runs, and its effect would be
     hidden.
 

@@ -1,8 +1,9 @@
 """Values that a step reads from tensors that never change. They are read once and reused in later runs.
 
 PyG's own layers read sizes of the graph in every call: ``edge_index[:, row != col]`` waits for the number of
-edges that are not loops. A recording must not wait. If a size depends only on integer tensors that no call
-changes, such as ``edge_index`` in a loop on one graph, it is the same in every call.
+edges that are not loops. While a CUDA graph is recorded, the host must not wait for the GPU. If a size
+depends only on integer tensors that no call changes, such as ``edge_index`` in a loop on one graph, the size
+is the same in every call.
 
 Below, such integer tensors are called persistent.
 """

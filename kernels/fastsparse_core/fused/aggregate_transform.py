@@ -134,8 +134,8 @@ def aggregate_linear(
             is narrow.
 
     Returns:
-        (num_dst, out width), or None as in `_in_one_node`; also None if ``root`` is not the first rows of ``x``
-        (`starts_with`).
+        (num_dst, out width), or None as in `_in_one_node`; also None if ``root`` is not the first rows of
+        ``x`` (`starts_with`).
     """
     if not is_plain_eager(x):
         if root is not None and root is not x:
@@ -307,7 +307,7 @@ class _Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Values shared by calls with tensors of the same kinds.
+    """Values that calls share if their tensors have the same dtypes, shapes, devices and layouts.
 
     The structure stores its plans, so a plan must not refer to the structure.
 
@@ -391,7 +391,7 @@ def _in_one_node(
         value: edge values (num_values,) in the dtype of ``x``; None: 1.
         weight: multiplied by the sums, in the layout of ``form``; None: no linear map.
         bias: (out width,) or None.
-        root_weight: multiplied by the nodes' own features, in the shape of one weight; or None.
+        root_weight: weight of the nodes' own features, in the shape of one weight; or None.
         loop: value of the self loops, one constant in the accumulation dtype; None: 1 if the form adds loops.
         scale_dst: constant s, (num_dst,); None: 1, or the inverse degree for a mean.
         scale_src: constant t, (num_src,); None: 1.
@@ -685,7 +685,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             own = features[: plan.num_rows]
         if transform_first and needs_value:
             met = features @ (matrix.t() if plan.out_by_in else matrix)
-        elif needs_weight and not transform_first and (needs_x or needs_value):  # otherwise, the sums are constants
+        elif needs_weight and not transform_first and (needs_x or needs_value):  # otherwise sums are constant
             met = _differentiable_sum(plan, adj, features, value, loop).view(plan.num_rows, -1)
     if matrix is not None and not plan.out_by_in:
         matrix = (matrix.reshape(-1, matrix.shape[2]) if plan.is_stacked else matrix).t()

@@ -515,7 +515,7 @@ def _differentiate_at_once(
 
 
 def _second_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients that are differentiable again."""
+    """Computes the gradients by operators that are differentiable again."""
     call, (maps, versions) = ctx.call, ctx.maps
     check_versions(maps, versions)
     features, _, _, edge_attr, edge_weight, of_scores, *rest = ctx.saved_tensors

@@ -112,7 +112,7 @@ class _LinearInParts(torch.autograd.Function):
 
 def product_in_parts(left: Tensor, right: Tensor) -> Tensor:
     """``left.t() @ right`` of tall matrices, as the sum of products of `_PART` rows each."""
-    if not is_plain_eager(left):  # sizes 0 and 1 would be constants of a trace
+    if not is_plain_eager(left):  # a trace would treat sizes 0 and 1 as constants
         count = left.shape[0] // _PART + 2
         padding = (0, 0, 0, count * _PART - left.shape[0])
         first, second = (F.pad(each, padding).view(count, _PART, each.shape[1]) for each in (left, right))

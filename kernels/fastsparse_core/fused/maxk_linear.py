@@ -147,7 +147,7 @@ class _Aggregation(NamedTuple):
     dtype: torch.dtype
 
     def sums(self, values: Tensor, ids: Tensor, value: Tensor | None, once: bool = True) -> Tensor:
-        """The aggregated rows (num_dst, width), by the kernel, or by the operator unless ``once``."""
+        """The aggregated rows (num_dst, width); unless ``once``, computed by the differentiable operator."""
         adj = self.adj
         factors = (value, self.scale_dst, self.scale_src, None)
         place = (adj.num_dst, adj, False, self.algorithm)
@@ -155,7 +155,7 @@ class _Aggregation(NamedTuple):
         return out
 
     def roots(self, values: Tensor, ids: Tensor, once: bool = True) -> Tensor:
-        """The destinations' own rows (num_dst, width), by the kernel, or by the operator unless ``once``."""
+        """The destinations' rows (num_dst, width); unless ``once``, by the differentiable operator."""
         num_dst = self.adj.num_dst
         dense = to_dense_op.kernel if once else to_dense_op
         out: Tensor = dense(values[:num_dst], ids[:num_dst], self.width)

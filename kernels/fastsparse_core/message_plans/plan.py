@@ -72,7 +72,7 @@ class Plan(NamedTuple):
         gains: what the plan saves compared with the original message, for reports.
         stopped_by: the first operator that is still computed per edge; "" if there is none.
         dtypes: dtypes of the results under autocast, in the same tuples and dicts; None: no casts.
-        is_short: whether the plan takes less time on the host than the message per edge.
+        is_short: whether the plan takes less time on the host than computing the message per edge.
     """
 
     run: Callable[..., tuple[Any, dict[str, Any]]]

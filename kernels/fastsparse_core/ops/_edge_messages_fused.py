@@ -123,7 +123,7 @@ def gine_gradients_again(
     is_raw: bool,
     has_root: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Differentiable gradients of `gine_aggregate`, which store a row per edge.
+    """Computes differentiable gradients of `gine_aggregate`; stores a row per edge.
 
     They depend on the stored signs, not on the features, which may be overwritten after the forward pass.
 

@@ -234,7 +234,7 @@ def forward(
 
 
 def _partial(adj: Adjacency, like: Tensor, both: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Memory on CUDA for partial sums of rows that are cut into slices, one or two; None if no row is cut."""
+    """Memory on CUDA for one or two partial sums of rows that are cut into slices; None if no row is cut."""
     slots = adj.row_split.num_slots
     if not slots:
         return None, None

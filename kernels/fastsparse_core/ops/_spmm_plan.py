@@ -360,9 +360,10 @@ def grad_of_features(
     algorithm: str,
     loop: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the features of a product with ``adj``, the transposed product, without autograd.
+    """The gradient of the features in a product with ``adj``, computed without autograd.
 
-    ``grad`` is the gradient of the product's result; the other arguments are those of the product.
+    This gradient is the transposed product. ``grad`` is the gradient of the product's result; the other
+    arguments are the arguments of the product.
     """
     if value is None and adj.symmetric:  # forward and backward pass share the structure and its plan
         return launch_spmm(adj, grad, None, scale_src, scale_dst, None, algorithm, loop=loop)

@@ -26,12 +26,12 @@ _MOST_SCATTERED = 4_000_000
 #: are scattered. In a sampled batch, most sources have one edge. Their gradients are stored directly, which
 #: is cheaper than clearing memory and adding to it.
 _MOST_COUNTED = 2
-#: Size of float32 sums from which counting saves more time than its launches take.
+#: Smallest size of float32 sums, in bytes, for which counting saves more time than its launches take.
 _LEAST_COUNTED_BYTES = 16 << 20
 
 
 def sorts_slices(uses: int, num_edges: int) -> bool:
-    """Returns whether slices in row order are sorted by length now.
+    """Returns whether slices in row order have been used so often that sorting them by length is worthwhile.
 
     Args:
         uses: number of uses of the structure so far.
