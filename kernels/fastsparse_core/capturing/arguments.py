@@ -35,7 +35,7 @@ class Argument:
         self.tensors = list(tensors)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
-        """The object with its tensors replaced by others."""
+        """Returns the object with its tensors replaced by ``tensors``."""
         return self.value
 
     def is_as_given(self) -> bool:

@@ -43,7 +43,7 @@ class Reader(Protocol):
     """Decides what ``float(x)`` and ``int(x)`` return for a tensor."""
 
     def read(self, tensor: Tensor) -> Any:
-        """The number in a tensor, or an object in its place."""
+        """Returns the number in a tensor, or an object that takes the place of the number."""
 
 
 _readers = threading.local()

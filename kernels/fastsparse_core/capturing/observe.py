@@ -33,7 +33,7 @@ class Observed:
         supports: whether graphs can be recorded on a device.
 
     Attributes:
-        devices: devices of the tensors in its computations.
+        devices: devices of the tensors in the step's computations.
         persistent: integer and bool tensors that do not change.
         callers: functions that convert tensors to numbers.
         optimizers: optimizers whose ``step()`` was called.

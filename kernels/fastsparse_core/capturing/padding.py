@@ -70,7 +70,8 @@ class Capacity(Sizes):
     """Numbers of nodes and edges to which batches are padded.
 
     For every type, the numbers of rows of the first hop, of the first two hops, and so on are odd, and they
-    differ from those of all other types. So the number of rows of a tensor tells what its rows are.
+    differ from those of all other types. So the number of rows of a tensor tells which nodes or edges the
+    rows belong to.
 
     Attributes:
         spare: for every node type, the number of nodes at the end of every hop that are always padding. The

@@ -104,7 +104,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Stage:
-    """How tiles compute a layer of a model.
+    """Describes how tiles compute a layer of a model.
 
     Attributes:
         name: name of the layer, for messages.

@@ -30,7 +30,7 @@ def add_bias(out: Tensor, bias: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``torch.nn.functional.linear``; callers must not edit the result in place.
+    """Computes ``torch.nn.functional.linear``; callers must not edit the result in place.
 
     Args:
         x: features (..., F).

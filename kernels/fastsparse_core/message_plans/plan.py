@@ -492,7 +492,7 @@ class Planner:
         return _Whole(self._meta(value), node=self.graph.create_node("get_attr", path))
 
     def _meta(self, x: Tensor, rows: int | None = None) -> Tensor:
-        """A meta tensor like an argument; under autocast it is float32, because only its shape is used."""
+        """A meta tensor like an argument; under autocast it is float32, because only the shape matters."""
         meta = _meta(x, rows)
         return meta.float() if self.mixed is not None and x.is_floating_point() else meta
 
@@ -1361,7 +1361,7 @@ class _Leaves:
         self.nodes: list[Any] = []
 
     def add(self, place: str, node: Any) -> tuple[str, int]:
-        """The leaf for a node of the plan's graph; a new one if the node has none yet."""
+        """Returns the leaf for a node of the plan's graph; adds a new leaf if the node has none yet."""
         for n, known in enumerate(zip(self.places, self.nodes, strict=True)):
             if known == (place, node):
                 return ("leaf", n)

@@ -603,7 +603,7 @@ def _weight_gradient(
 ) -> Tensor:
     """``sum_i x_i,h e_i,h^T + y_i,h f_i,h^T``, (heads * D, A), of x, y (n, heads * D) and e, f (n, heads, A).
 
-    Only rows that have entries are summed, because the others may have NaN.
+    Only rows that have entries are summed, because other rows may contain NaN.
     """
     num_rows, width, edge_width = *x.shape, x_edge.size(2)
     if not edge_width:

@@ -23,7 +23,7 @@ _PARTS = 4
 
 
 def sum_of_rows(rows: Tensor, dtype: torch.dtype, once: bool | None = None) -> Tensor:
-    """``rows.sum(0, dtype=dtype)``; for tall matrices on CUDA, a faster kernel that sums in float64.
+    """Computes ``rows.sum(0, dtype=dtype)``; for tall matrices on CUDA, with a faster kernel, in float64.
 
     PyTorch's sum of a tall matrix leaves most of a GPU idle. It takes 125 us for (160,000, 128) in 16 bits on
     an H200.

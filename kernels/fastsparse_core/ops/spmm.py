@@ -284,7 +284,7 @@ class _Spmm(torch.autograd.Function):
             out = _spmm_op.below(*arguments)
         ctx.num_src, ctx.transpose, ctx.algorithm = x.shape[0], transpose, algorithm
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # If no gradient reads x, it may be written to, so autograd does not store it.
+        # If no gradient reads x, autograd does not store x, so that callers may write to x.
         kept = x if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(kept, value, scale_dst, scale_src, out if relu else None)
         return out

@@ -25,7 +25,7 @@ ALGORITHMS = {
 
 #: The choice made with `algorithms` in this thread or asynchronous task: operator -> algorithm.
 _requests: ContextVar[Mapping[str, str]] = ContextVar("requests", default=MappingProxyType({}))
-#: Faster than `requested` in code that runs eagerly, because it does not check whether code is being traced.
+#: For eager code: faster than `requested`, because it does not check whether code is being traced.
 eager_requests = _requests.get
 #: `_open` has the choices of all contexts that are open in any thread, in the order in which they were
 #: entered. `_last_opened` is the last of these choices. Traced code reads `_last_opened`, because

@@ -20,7 +20,8 @@ SCATTERS = 2
 #: Largest mean number of edges per source for scattered gradients: longer sums lose precision, and their
 #: atomics contend.
 MOST_PER_SUM = 32
-#: Largest number of edges for scattered gradients: batches have fewer, and a full graph is used again.
+#: Largest number of edges for scattered gradients. Batches have fewer edges. A structure with more edges is a
+#: full graph, which is used often, so its transpose is worth building.
 _MOST_SCATTERED = 4_000_000
 #: Largest mean number of edges per source for which the edges of every source are counted before gradients
 #: are scattered. In a sampled batch, most sources have one edge. Their gradients are stored directly, which
