@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastsparse_core.capturing.padding import Capacity, Rows, Sizes
 
-#: type -> function that makes an `Argument` of such an object; plugins add their own, and the last one has
-#: priority.
+#: Pairs of a type and a function that makes an `Argument` of an object of this type. Plugins register further
+#: functions. If several match, the function that was registered last is called first.
 _makers: list[tuple[type, Callable[[Any], Argument | None]]] = []
 
 
@@ -35,15 +35,15 @@ class Argument:
         self.tensors = list(tensors)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
-        """The object with its tensors replaced by others."""
+        """Returns the object with its tensors replaced by ``tensors``."""
         return self.value
 
     def is_as_given(self) -> bool:
-        """Whether the object is known to be unchanged since the call. Tensors and graphs can tell."""
+        """Returns whether the object is known to be unchanged since the call; tensors and graphs check it."""
         return False
 
     def hold(self, capacity: Capacity | None) -> Held:
-        """Allocates the memory that a record reads arguments like this one from.
+        """Allocates memory from which a record reads arguments of the same form as this argument.
 
         Args:
             capacity: numbers of nodes and edges that the memory holds; None: the argument is not padded.
@@ -52,7 +52,7 @@ class Argument:
 
 
 class Held:
-    """Memory that a record reads one of its arguments from.
+    """Memory from which a record reads one of its arguments.
 
     Args:
         like: an argument of the same form.
@@ -60,9 +60,10 @@ class Held:
     Attributes:
         value: the object that is passed to the step.
         rows: which rows are padding; empty without padding.
-        greatest: as in `MaskedFunctions`.
+        greatest: the greatest index in an index tensor, as in `MaskedFunctions`.
         sorted: as ``sorted_rows`` of `StepRun`.
-        needs_largest: whether the largest graph has to fit too, as in dense batches.
+        needs_largest: whether the largest graph of a batch must fit into ``Capacity.largest``, because the
+            step makes a dense batch.
     """
 
     needs_largest = False
@@ -94,7 +95,10 @@ class Constant(Held):
         self._marks = [mark_of(tensor) for tensor in like.tensors]
 
     def is_as_recorded(self, argument: Argument) -> bool:
-        """Whether the tensors are those of the record, at the same addresses, with the same integers."""
+        """Returns whether the tensors are the recorded ones, at the same addresses.
+
+        Integer tensors must not have been written to either.
+        """
         return (
             all(x is y for x, y in zip(self.tensors, argument.tensors, strict=True))
             and [mark_of(tensor) for tensor in self.tensors] == self._marks
@@ -109,7 +113,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class _FixedArgument(Argument):
-    """A number, or an object that is identified by its address."""
+    """A number, which is compared by value, or an object that is identified by its address."""
 
     def is_as_given(self) -> bool:
         return True
@@ -128,13 +132,13 @@ class _TensorArgument(Argument):
 
 
 class _Container(Argument):
-    """A list, tuple, named tuple or dictionary."""
+    """A list, tuple, named tuple or dictionary of arguments."""
 
     def __init__(self, value: Any) -> None:
         items = list(value.values()) if isinstance(value, dict) else list(value)
         self.parts = [argument_of(item) for item in items]
         if any(part.sizes is not None for part in self.parts):
-            raise TypeError("batches inside of containers")
+            raise TypeError("it takes a batch inside of a container. Pass the batch as a separate argument")
         names = tuple(value) if isinstance(value, dict) else ()
         key: tuple[Any, ...] = (type(value), names, *(part.key for part in self.parts))
         super().__init__(value, key, [tensor for part in self.parts for tensor in part.tensors])

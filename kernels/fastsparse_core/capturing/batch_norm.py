@@ -13,9 +13,9 @@ from fastsparse_core.device import place_of
 from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops._dtypes import accumulation_dtype
 
-#: Number of parts of the rows per multiprocessor, so that there are enough thread blocks to use the memory
-#: bandwidth. Smallest number of rows per part: with fewer, adding the parts would take longer than summing
-#: them.
+#: The rows are divided into parts that thread blocks sum. `_PARTS` is the largest number of parts per
+#: multiprocessor: so many thread blocks use the full memory bandwidth. `_ROWS_OF_PART` is the smallest number
+#: of rows per part: with fewer rows, adding the sums of the parts would take longer than computing them.
 _PARTS, _ROWS_OF_PART = 2, 16
 
 
@@ -59,7 +59,7 @@ def masked_batch_norm(
 
 
 class _MaskedBatchNorm(torch.autograd.Function):
-    """Three launches per pass on CUDA (kernels/cuda/batch_norm.cu); PyTorch's operators elsewhere."""
+    """Takes three launches per pass on CUDA (kernels/cuda/batch_norm.cu); on the CPU, PyTorch's operators."""
 
     @staticmethod
     def forward(
@@ -137,7 +137,7 @@ class _MaskedBatchNorm(torch.autograd.Function):
 
 
 def _has_kernel(x: Tensor, *numbers: Tensor | None) -> bool:
-    """Whether the CUDA kernels support a matrix and vectors with one number per column."""
+    """Returns whether the CUDA kernels support a matrix and vectors with one number per column."""
     return (
         x.is_cuda
         and x.dtype != torch.float64
@@ -147,7 +147,7 @@ def _has_kernel(x: Tensor, *numbers: Tensor | None) -> bool:
 
 
 def _partial(x: Tensor) -> Tensor:
-    """Scratch memory: two sums per column for every part of the rows."""
+    """Scratch memory for two sums per column and part of the rows, float64 (parts, 2, width)."""
     num_parts = min(_PARTS * multiprocessors(x.device), -(-x.shape[0] // _ROWS_OF_PART))
     return x.new_empty(num_parts, 2, x.shape[1], dtype=torch.float64)
 

@@ -43,10 +43,10 @@ logger = logging.getLogger("fastsparse_core")
 #: Number of calls without varying batch sizes before recording. By then, structures that do not change have
 #: been converted to faster formats.
 CALLS = policy.REUSE + 4
-#: Number of calls before recording if the sizes of batches vary, so that they show how. Also the number of
-#: calls before another form of an already recorded step is recorded.
+#: Number of calls before recording if the sizes of batches vary: the calls show by how much the sizes vary.
+#: Also the number of calls before another form of an already recorded step is recorded.
 BATCHES = 8
-#: Number of runs of a form before it is recorded, in which libraries make their one-time allocations.
+#: Number of runs of a form right before it is recorded. In these runs, libraries make one-time allocations.
 _PREPARING = 2
 #: Largest number of records with different capacities per form, and largest number of forms of a step.
 _MOST_ROOMS = 4
@@ -89,7 +89,7 @@ class Captured:
         self._gradients = GradientBuffers()
         self._changes = self._refusals = 0
         self._last: Call | None = None  # the last call, if its record reads the arguments in place
-        self._latest: Form | str = ""  # form of the last call, or the reason why it had none
+        self._latest: Form | str = ""  # form of the last call, or the reason why the call was refused
 
     def reset(self) -> None:
         """Drops all records and observations, as if the step had never been called."""
@@ -105,7 +105,7 @@ class Captured:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether some calls are replays."""
+        """True if some calls are replays."""
         return any(item.replay is not None for item in self.records)
 
     @property
@@ -115,7 +115,7 @@ class Captured:
 
     @property
     def status(self) -> str:
-        """What the last call did: "replaying", "watching (3 of 20 calls)", or "refused: " and the reason."""
+        """State after the last call: "replaying", "watching (3 of 20 calls)", or "refused: " and why."""
         form = self._latest
         if isinstance(form, str):
             return f"refused: {form}" if form else "watching (no call yet)"
@@ -238,7 +238,7 @@ class Captured:
         return self._graphs.beside(lambda: self.step(*call.args, **call.kwargs))
 
     def _watch(self, form: Form, call: Call) -> Any:
-        """Runs a call unchanged and notes what it uses; the last time, also how it uses Python numbers."""
+        """Runs a call unchanged and records what it uses; the last time, also how it uses Python numbers."""
         is_last = form.calls == form.patience
         if form.calls > 2 and not is_last:
             return self._as_it_is(call)
@@ -272,7 +272,7 @@ class Captured:
         """The result without its autograd graph, as from a replay, if the step calls ``backward()`` itself.
 
         As long as a result keeps the autograd graph alive, gradients of parameters are accumulated on the
-        stream of that run. Every later call on another stream would wait for it at every parameter.
+        stream of that run. Every later call on another stream would wait for that stream at every parameter.
         """
         if not (self._defers and self.observed.differentiates):
             return result
@@ -306,14 +306,14 @@ class Captured:
     # ---------------------------------------------------------------- records
 
     def _begin(self, form: Form, call: Call) -> Record:
-        """Allocates the memory of a record, and checks that the padded step gives the results of the step."""
+        """Allocates the memory of a record, and checks that padding does not change the step's results."""
         if self.observed.schedules:
             raise Refused("it calls a learning rate scheduler. Call `scheduler.step()` after the step")
         if self._changes > _MOST_CHANGES:
             raise Refused(
-                "settings of its optimizer, learning rates that PyTorch reads on the CPU, or indices that it "
-                f"reads sizes from changed more than {_MOST_CHANGES} times. Leave them as they are between "
-                "calls"
+                "settings of its optimizer, learning rates that PyTorch reads on the CPU, or indices that "
+                f"determine sizes changed more than {_MOST_CHANGES} times. Keep these values constant "
+                "between calls"
             )
         if len(form.records) >= _MOST_ROOMS:
             raise Refused(
@@ -323,7 +323,7 @@ class Captured:
         names = _names_of_arguments(self.step, call)
         for name, argument, varies in zip(names, call.arguments, form.varies, strict=True):
             if varies and any(tensor.requires_grad for tensor in argument.tensors):
-                raise Refused(f"argument `{name}` changes and requires a gradient. Pass it detached")
+                raise Refused(f"argument `{name}` changes and requires a gradient. Pass a detached tensor")
             if varies and any(tensor.device != call.device for tensor in argument.tensors):
                 raise Refused(
                     f"argument `{name}` changes and is on the CPU. Move it with `.to({str(call.device)!r})` "
@@ -386,7 +386,7 @@ class Captured:
         state = self._state(call)
         return self._graphs.beside(lambda: on_trial(lambda: self._probe(job()), state, keeps))
 
-    #: Whether reading numbers can be deferred until after a replay: True for a step, False for a model.
+    #: True if reading numbers can be deferred until after a replay. A model's numbers cannot be deferred.
     _defers = True
 
     def _probe(self, result: Any) -> Any:
@@ -414,7 +414,7 @@ class Captured:
                 if chosen.carried.line:
                     raise Refused(
                         f"{chosen.carried.line} uses a tensor that the previous call created. A replay would "
-                        "read an old one. Write into one tensor instead: `kept.copy_(new)`"
+                        "read an outdated tensor. Write into one tensor in every call: `kept.copy_(new)`"
                     )
                 chosen.replay = self._checked_replay(chosen, call)
             except Exception as error:
@@ -470,7 +470,7 @@ class Captured:
         ):
             raise Refused(
                 "an argument requires a gradient, but is no parameter of the step's modules or optimizers. "
-                "Pass it detached"
+                "Pass a detached tensor"
             )
         with self._gradients.held(parameters) as gradients:
 
@@ -561,16 +561,16 @@ def _names_of_arguments(step: Callable[..., Any], call: Call) -> list[str]:
 
 
 def _tolerated(found: float, rounds: bool, one: Trial, others: Sequence[Callable[[], Trial]]) -> float:
-    """The relative difference that rounding can explain.
+    """The largest relative difference that rounding can explain.
 
-    If the found difference is larger than the tolerance, further trials show by how much equal runs differ.
+    If ``found`` is larger than the tolerance, further trials show by how much equal runs differ.
     Equal runs differ because atomics add in any order, and because libraries choose other kernels for a
-    recording. In 16 bits, both have large effects. For a record, the further trials are replays, not plain
+    recording. In 16 bits, both effects are large. For a record, the further trials are replays, not plain
     runs: Python state that changes between calls would also change plain runs, and its effect would be
     hidden.
 
     Args:
-        found: the found difference.
+        found: relative difference between the two compared runs.
         rounds: whether the step computes in 16 bits.
         one: a trial.
         others: functions that run trials, which differ from ``one`` only by rounding.

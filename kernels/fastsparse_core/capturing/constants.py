@@ -1,8 +1,9 @@
 """Values that a step reads from tensors that never change. They are read once and reused in later runs.
 
 PyG's own layers read sizes of the graph in every call: ``edge_index[:, row != col]`` waits for the number of
-edges that are not loops. A recording must not wait. If a size depends only on integer tensors that no call
-changes, such as ``edge_index`` in a loop on one graph, it is the same in every call.
+edges that are not loops. While a CUDA graph is recorded, the host must not wait for the GPU. If a size
+depends only on integer tensors that no call changes, such as ``edge_index`` in a loop on one graph, the size
+is the same in every call.
 
 Below, such integer tensors are called persistent.
 """
@@ -46,12 +47,12 @@ _FILLED = frozenset(("ones", "zeros", "full", "new_ones", "new_zeros", "new_full
 
 
 def is_ours(frame: FrameType) -> bool:
-    """Whether code of FastSparse runs in a frame."""
+    """Returns whether code of FastSparse runs in a frame."""
     return str(frame.f_globals.get("__name__", "")).startswith("fastsparse_")
 
 
 def is_whole(item: Any) -> bool:
-    """Whether an object is a tensor of integers or bools."""
+    """Returns whether an object is a tensor of integers or bools."""
     return isinstance(item, Tensor) and not item.is_floating_point() and not item.is_complex()
 
 
@@ -90,7 +91,7 @@ class Persistent:
 
 
 class Origins:
-    """Which tensors of a run depend only on persistent tensors.
+    """Tracks which tensors of a run depend only on persistent tensors.
 
     Args:
         sources: the persistent tensors.
@@ -153,7 +154,7 @@ class Answers:
         self._is_complete = False
 
     def begin_run(self) -> None:
-        """Starts again at the first value."""
+        """Starts a run: the next call of `ask` returns the first value again."""
         self._is_complete = self._is_complete or bool(self._next)
         self._next = 0
 
@@ -162,7 +163,7 @@ class Answers:
         what: str,
         job: Callable[[], Any],
         sources: tuple[Tensor, ...],
-        otherwise: str = "is not reached in every call, or not in the same order. Decide outside of the step",
+        otherwise: str = "is not reached in every call, or not in the same order. Branch outside of the step",
     ) -> Any:
         """The value that the first run read at this point; tensors in it are copied.
 
@@ -185,7 +186,7 @@ class Answers:
         return tree_map(lambda item: item.clone() if isinstance(item, Tensor) else item, answer)
 
     def are_valid(self) -> bool:
-        """Whether the persistent tensors have not been written to since."""
+        """Returns whether the persistent tensors have not been written to since."""
         return all(version_of(item) == version for item, version in self.sources.values())
 
 

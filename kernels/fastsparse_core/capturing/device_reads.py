@@ -1,4 +1,4 @@
-"""Functions that wait for the GPU: their results in a recorded step, or why the step cannot be recorded."""
+"""Handles functions that wait for the GPU: provides their results in a recorded step, or refuses the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastsparse_core.capturing.numbers import number_of
 from fastsparse_core.capturing.refused import Refused
 from fastsparse_core.log import current_line
 
-#: Largest number of numbers in a list that a step returns.
+#: Largest tensor, in elements, that a recorded step may return as a list of Python numbers.
 _MOST_NUMBERS = 64
 _OF_HOST = (int, float, bool)
 
@@ -25,7 +25,7 @@ class DeviceReads:
     """Replaces functions that read from the GPU during a run of a step.
 
     Args:
-        origins: which tensors are the same in every run.
+        origins: tells which tensors are the same in every run.
         answers: values that were read from tensors that are the same in every run.
         supports: whether graphs can be recorded on a device.
         defers: whether numbers are read only after the run.

@@ -21,7 +21,8 @@ from fastsparse_core.capturing.observe import Observed
 from fastsparse_core.capturing.padding import Capacity, Sizes
 from fastsparse_core.capturing.refused import Refused
 
-#: Contexts of plugins around every run of the recorded form: functions of the held arguments.
+#: Functions of plugins that take the held arguments and return a context. The contexts surround every run on
+#: the memory of a record.
 surroundings: list[Callable[[list[Held]], Any]] = []
 
 
@@ -34,18 +35,18 @@ class Call:
         self.names = tuple(kwargs)
         padded = [argument.sizes for argument in self.arguments if argument.sizes is not None]
         if len(padded) > 1:
-            raise Refused("it takes several batches")
+            raise Refused("it takes several batches, but capture supports only one. Join them to one batch")
         self.sizes: Sizes | None = padded[0] if padded else None
         #: The part that is the same for all calls of one form.
         self.key: Hashable = (self.names, *(argument.key for argument in self.arguments))
         devices = [tensor.device for argument in self.arguments for tensor in argument.tensors]
-        #: Device of the tensors: the GPU if some are there.
+        #: Device of the tensors: the GPU if at least one tensor is on a GPU.
         self.device: torch.device | None = next(
             (device for device in devices if device.type == "cuda"), devices[0] if devices else None
         )
 
     def is_repeated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether these arguments are the same objects as in this call, and unchanged since."""
+        """Returns whether these arguments are the same objects as in this call, and unchanged since."""
         if len(args) != len(self.args) or kwargs.keys() != self.kwargs.keys():
             return False
         for item, known in zip(args, self.args, strict=True):
@@ -65,7 +66,7 @@ class Form:
 
     Attributes:
         calls: number of calls so far.
-        varies: for every argument, whether it differed between calls.
+        varies: for every argument, whether the argument differed between calls.
         seen: sizes of the last batches.
         records: the records, the newest first.
         refusal: why the step is not recorded; "" if it may be.
@@ -105,7 +106,7 @@ class Record:
 
     Args:
         call: a call of the form.
-        varies: as in `Form`.
+        varies: for every argument, whether the argument differs between calls.
         capacity: numbers of nodes and edges that a padded batch has; None: nothing is padded.
 
     Attributes:
@@ -127,7 +128,7 @@ class Record:
             for argument, changes in zip(call.arguments, varies, strict=True)
         ]
         self._names = call.names
-        #: Whether calls with the same objects write nothing.
+        #: True if the graph reads all arguments in place, so that a call copies no argument.
         self.is_constant = all(isinstance(held, Constant) for held in self.held)
         self.prepared = 0
         self.difference = 0.0
@@ -153,7 +154,7 @@ class Record:
         ]
 
     def fits(self, call: Call) -> bool:
-        """Whether the call's batch fits into the capacity."""
+        """Returns whether the call's batch fits into the capacity."""
         capacity, sizes = self.capacity, call.sizes
         if capacity is None or sizes is None:
             return True

@@ -77,7 +77,7 @@ class RecordedGradients:
                 parameter.grad = buffer
 
     def take(self) -> None:
-        """Last part of a recording: copies the gradients that it allocated to the buffers."""
+        """Ends a recording: copies the gradients that the recording allocated to the buffers."""
         self._end = [parameter.grad is not None for parameter, _ in self._items]
         made = [
             (buffer, parameter.grad)

@@ -21,7 +21,8 @@ def record(
 
     Args:
         job: function without arguments, called once on ``stream``.
-        stream: a stream on which the job ran before. On another stream, autograd would wait for that one.
+        stream: the stream on which the job ran before. If the job were recorded on another stream, autograd
+            would wait for the earlier stream.
         options: options of ``torch.cuda.graph``.
 
     Raises:
@@ -33,7 +34,7 @@ def record(
     try:
         # The stream is restored here because `torch.cuda.graph` does not restore it if recording fails.
         with warnings.catch_warnings(), torch.cuda.stream(torch.cuda.current_stream()):
-            # An error instead of PyTorch's warning: the step ran on the CPU, so its replays would do nothing.
+            # If PyTorch warns, the step ran on the CPU, and replays would do nothing. So this is an error.
             warnings.filterwarnings("error", message="The CUDA Graph is empty")
             with torch.cuda.graph(graph, stream=stream, **options):
                 try:
@@ -78,12 +79,12 @@ class CudaGraphs:
 
     @staticmethod
     def supports(device: torch.device) -> bool:
-        """Whether CUDA graphs can be recorded on a device."""
+        """Returns whether CUDA graphs can be recorded on a device."""
         return device.type == "cuda"
 
     @staticmethod
     def is_recording() -> bool:
-        """Whether a graph is being recorded on the current stream."""
+        """Returns whether a graph is being recorded on the current stream."""
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def beside(self, job: Callable[[], _T]) -> _T:
@@ -105,7 +106,8 @@ class CudaGraphs:
         options = {"capture_error_mode": "thread_local"}
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-            # PyTorch frees a pool with its last graph and then refuses its handle, so this graph is kept.
+            # PyTorch frees a pool together with its last graph, and later refuses the pool's handle. So this
+            # graph is kept alive.
             self._keeper, _ = record(
                 lambda: torch.zeros(1, device=device), self._stream, pool=self._pool, **options
             )

@@ -37,12 +37,12 @@ class Masks:
             self.add(mask)
 
     def index_of(self, mask: Tensor) -> Tensor | None:
-        """The stored indices of a mask; None if it is unknown or was written to since."""
+        """The stored indices of a mask; None if no indices are stored or the mask was written to since."""
         known = self._known.get(id(mask))
         return None if known is None or known[0] is not mask or known[1] != version_of(mask) else known[2]
 
     def are_unchanged(self) -> bool:
-        """Whether no known mask was written to since its indices were read."""
+        """Returns whether no known mask was written to since its indices were read."""
         return all(version_of(mask) == version for mask, version, _ in self._known.values())
 
 
@@ -106,7 +106,7 @@ class MaskedFunctions(TorchFunctionMode):
 
 
 def is_mask(index: Any) -> bool:
-    """Whether an index is a bool mask of rows, so that the host would have to count the selected rows."""
+    """Returns whether an index is a bool mask of rows. The host would have to count the rows it selects."""
     return isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() == 1
 
 
@@ -179,7 +179,7 @@ def _batch_norm(
 def _linear(
     mode: MaskedFunctions, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Any:
-    """Replaces PyTorch's slow sum for the gradient of a bias, a tenth of a step of GIN on molecules."""
+    """Replaces PyTorch's slow sum for the gradient of a bias, a tenth of GIN's step time on molecules."""
     if not (
         bias is not None
         and bias.requires_grad
@@ -236,7 +236,7 @@ def _mean(mode: MaskedFunctions, func: Any, x: Tensor, *args: Any, **kwargs: Any
 def _padding_of(
     mode: MaskedFunctions, x: Tensor, dim: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor | None, Any]:
-    """Mask of the padding in a reduction's input, and number of reduced entries without the padding."""
+    """Bool mask, True where a reduction's input is padding, and number of reduced entries without padding."""
     rows = mode.rows.get(x.size(0)) if x.dim() else None
     dims = range(x.dim()) if dim is None or dim == () else dim if isinstance(dim, (tuple, list)) else (dim,)
     if rows is None:

@@ -60,7 +60,7 @@ class CapturedModel(Captured):
         return result
 
     def _probe(self, result: Any) -> Any:
-        """Runs the backward pass with arbitrary output gradients, because a trial has no loop that does."""
+        """Runs the backward pass with arbitrary output gradients, because a trial has no training loop."""
         wanted = [item for item in tree_leaves(result) if isinstance(item, Tensor) and item.requires_grad]
         if wanted:
             gradients = [torch.linspace(0.5, 1.5, item.numel()).to(item).view(item.shape) for item in wanted]
@@ -81,7 +81,8 @@ class CapturedModel(Captured):
         backward, gradients = self._graphs.record(
             lambda: _Gradients(torch.autograd.grad(outputs, inputs, incoming, allow_unused=True))
         )
-        chosen.execution = None  # only now, because the backward pass reads its structures
+        # Freed only now, because the recording of the backward pass reads the structures of the execution.
+        chosen.execution = None
         passes = _Passes(launch, backward, outputs, incoming, gradients)
         return _replay_of(passes, inputs, flat, spec)
 

@@ -43,7 +43,7 @@ class Reader(Protocol):
     """Decides what ``float(x)`` and ``int(x)`` return for a tensor."""
 
     def read(self, tensor: Tensor) -> Any:
-        """The number in a tensor, or an object in its place."""
+        """Returns the number in a tensor, or an object that takes the place of the number."""
 
 
 _readers = threading.local()
@@ -115,8 +115,8 @@ class Tracker:
             alive = [
                 line for token, line in self._tokens if token() is not None and id(token()) not in returned
             ]
-            # A number in the result has as many references as a new one in its place; if it has more, it is
-            # stored elsewhere too.
+            # If a number in the result has more references than a new number in the same place would have,
+            # the step also stored it elsewhere.
             copies = {id(item): _copy(item) for item in flat}
             flat_copies = [copies[id(item)] for item in flat]
             copied = tree_unflatten(flat_copies, spec)
@@ -138,7 +138,7 @@ class Tracker:
 
 
 class _Token:
-    """Lives as long as its number. Python's integers do not support weak references."""
+    """Lives as long as its number, as a target of weak references, which Python's integers do not support."""
 
 
 def _references(items: list[Any]) -> list[int]:
@@ -235,7 +235,7 @@ class Number:
         self.function, self.args, self.line = function, args, line
 
     def value(self) -> Any:
-        """The present value."""
+        """Computes the number from what its tensors contain now."""
         return self.function(*[item.value() if isinstance(item, Number) else item for item in self.args])
 
     def __round__(self, *digits: Any) -> Number:

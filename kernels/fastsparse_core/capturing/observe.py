@@ -26,14 +26,14 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 class Observed:
-    """What the calls of a step have used so far.
+    """Records what the calls of a step have used so far.
 
     Args:
         step: the function that is watched.
         supports: whether graphs can be recorded on a device.
 
     Attributes:
-        devices: devices of the tensors in its computations.
+        devices: devices of the tensors in the step's computations.
         persistent: integer and bool tensors that do not change.
         callers: functions that convert tensors to numbers.
         optimizers: optimizers whose ``step()`` was called.
@@ -82,7 +82,7 @@ class Observed:
         return self._parameters
 
     def buffers(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Pairs of a module's floating buffer and, for a running mean, its running variance, else None."""
+        """Floating buffers of the modules. Each is paired with None, or a running mean with its variance."""
         return [
             (item, getattr(module, "running_var", None) if name == "running_mean" else None)
             for module in self.modules
@@ -101,7 +101,7 @@ class Observed:
 
     @property
     def switches(self) -> bool:
-        """Whether the step calls ``model.train()`` or ``model.eval()``."""
+        """True if the step calls ``model.train()`` or ``model.eval()``."""
         return bool(self._switched)
 
     def _add_switched(self, root: torch.nn.Module) -> None:

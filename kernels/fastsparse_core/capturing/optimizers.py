@@ -19,7 +19,7 @@ _CHANGED = ("capturable", "fused", "foreach")
 
 
 class RecordedOptimizer:
-    """An optimizer whose steps a CUDA graph can repeat. Its learning rates are tensors if it supports that.
+    """An optimizer whose steps a CUDA graph can repeat, with learning rates in tensors if supported.
 
     Schedulers and assignments change learning rates as before. All other settings are constants of the
     record, and so are the learning rates of optimizers that read them on the host.
@@ -58,7 +58,7 @@ class RecordedOptimizer:
         if "capturable" in group:
             group["capturable"] = True
             if not fuses and group.get("foreach", True) is None and not group.get("differentiable"):
-                group["foreach"] = True  # the learning rate would be read for every parameter
+                group["foreach"] = True  # otherwise, the learning rate would be read for every parameter
             # PyTorch would warn of the runs that precede the record.
             self.optimizer._warned_capturable_if_run_uncaptured = True
         elif not fuses:
@@ -81,7 +81,7 @@ class RecordedOptimizer:
                 self._moved.append((state, name))
 
     def restore(self) -> None:
-        """Restores the optimizer's original settings, except those that were changed since."""
+        """Restores the optimizer's original settings, except settings that the user has changed since."""
         self.optimizer._step_supports_amp_scaling = self._scales  # type: ignore[attr-defined]
         for group, before, rate in zip(self.optimizer.param_groups, self._before, self._rates, strict=False):
             for name in _CHANGED:
@@ -104,7 +104,7 @@ class RecordedOptimizer:
         ]
 
     def is_as_recorded(self) -> bool:
-        """Whether the settings are those of the record; learning rates in tensors may differ."""
+        """Returns whether the settings equal the recorded ones; learning rates in tensors may differ."""
         groups = self.optimizer.param_groups
         return (
             len(groups) == len(self._rates)

@@ -70,7 +70,8 @@ class Capacity(Sizes):
     """Numbers of nodes and edges to which batches are padded.
 
     For every type, the numbers of rows of the first hop, of the first two hops, and so on are odd, and they
-    differ from those of all other types. So the number of rows of a tensor tells what its rows are.
+    differ from those of all other types. So the number of rows of a tensor tells which nodes or edges the
+    rows belong to.
 
     Attributes:
         spare: for every node type, the number of nodes at the end of every hop that are always padding. The
@@ -82,7 +83,7 @@ class Capacity(Sizes):
     largest: int = 0
 
     def holds(self, sizes: Sizes) -> bool:
-        """Whether a batch of these sizes fits, including the nodes that are always padding."""
+        """Returns whether a batch of these sizes fits, including the nodes that are always padding."""
         spare = self.spare + tuple((0,) * len(hops) for hops in self.edges)
         return all(
             count + least <= capacity
@@ -175,7 +176,7 @@ def _capacity(
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a padded tensor belong to the batch.
+    """Tells which rows of a padded tensor belong to the batch.
 
     Attributes:
         capacity: number of rows of the tensor.
@@ -242,7 +243,9 @@ class BatchPlaces:
         edges: Sequence[tuple[Tensor, Tensor]],
         rows: Sequence[tuple[Tensor, Tensor, Places]] = (),
     ) -> None:
-        """Copies a batch into padded memory, without waiting. One launch copies a node type and an edge type.
+        """Copies a batch into padded memory, without waiting for the GPU.
+
+        Each launch copies one node type and one edge type.
 
         Args:
             sizes: numbers of nodes and edges of the batch.
@@ -308,7 +311,7 @@ class BatchPlaces:
             behind = min(hop + 1, len(capacity.nodes[source]) - 1)
             spare_sources, spare = capacity.spare[source][behind], capacity.spare[target][hop]
             nth_edge = torch.arange(size)
-            # Padding takes the last places, so only their ends are spread over nodes.
+            # Padding takes the last positions, so only the edges in these positions are spread over nodes.
             span = min(size, 2 * _EDGES_PER_NODE * spare)
             end = (nth_edge - (size - span)).clamp(min=0) * spare // span
             if (source, behind) == (target, hop):

@@ -9,7 +9,7 @@ import torch
 
 from fastsparse_core.log import is_of_user, line_of
 
-#: Function that cannot be recorded -> what to do about it; plugins add functions of the frameworks.
+#: Name of a function that cannot be recorded -> advice for the user. Plugins add functions of the frameworks.
 cures: dict[str, str] = {}
 
 
@@ -40,7 +40,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _is_ours(trace: TracebackType | None) -> bool:
-    """Whether FastSparse itself raised an error. Its message then says what to do."""
+    """Returns whether FastSparse itself raised an error. Its message then says what to do."""
     module = ""
     for frame, _ in traceback.walk_tb(trace):
         module = frame.f_globals.get("__name__", "")

@@ -1,4 +1,4 @@
-"""Runs a step on trial: afterwards, everything that it wrote is restored."""
+"""Runs a step on trial, and restores everything that the step wrote."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class _Rollback(TorchDispatchMode):
-    """Saves the content of memory before operators write to it, unless it was allocated in this mode."""
+    """Saves the content of memory before operators write to it, except memory allocated in this mode."""
 
-    #: Operators check whether a mode watches them; this mode need not see inside them.
+    #: FastSparse's operators call their kernels directly if all active modes have this attribute. They may do
+    #: so under this mode, because it needs no calls inside of operators.
     is_harmless = True
 
     def __init__(self) -> None:
@@ -106,11 +107,11 @@ class State:
     """State that a job may change in other ways than by operators that declare their writes.
 
     Attributes:
-        parameters: parameters whose gradients it may replace.
+        parameters: parameters whose gradients the job may replace.
         buffers: buffers to compare, running means with their variances. Batch normalisation writes to them
             without declaring it.
         modes: modules and their training mode.
-        devices: GPUs whose random number generators it may use.
+        devices: GPUs whose random number generators the job may use.
     """
 
     parameters: list[Tensor]
@@ -231,7 +232,7 @@ def _result(item: Any) -> Any:
 
 
 def difference(one: Trial, other: Trial) -> tuple[float, str]:
-    """The greatest relative difference of two trials, and where it is.
+    """The greatest relative difference between two trials, and the name of the value that differs most.
 
     Differences of gradients are divided by the largest norm of all gradients.
     """
@@ -251,7 +252,7 @@ def difference(one: Trial, other: Trial) -> tuple[float, str]:
 
 
 def _between(x: Any, y: Any) -> tuple[float, str]:
-    """The relative difference of two results, and where it is."""
+    """The relative difference between two results, and a description of the result that differs."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         if x.shape != y.shape:
             return float("inf"), f"a result's shape, {tuple(y.shape)} instead of {tuple(x.shape)}"
@@ -280,5 +281,5 @@ def _relative(x: Tensor, y: Tensor, norm: float) -> float:
 
 
 def _norm(x: Tensor) -> float:
-    """Norm of the finite numbers; with a gradient scaler, numbers may overflow in both results."""
+    """Norm of the finite numbers. With a gradient scaler, gradients may overflow in both compared runs."""
     return float(x.double().nan_to_num(0, 0, 0).norm())

@@ -33,15 +33,15 @@ def infer(
     tile: int | None,
     group: Any,
 ) -> Any:
-    """Implements ``inference`` of both plugins; the arguments are those of that function.
+    """Implements the function ``inference`` of both plugins, and takes its arguments.
 
     Args:
         model: module, or list of layers and functions.
-        framework: what the plugin provides.
+        framework: functions of the plugin.
         adj: structure of the graph.
         x: (num_nodes, ...).
         name: name of the features' argument, for messages.
-        device: where layers are computed; None: the model's device.
+        device: device that computes the layers; None: the model's device.
         rows: nodes whose results are wanted, ids or a mask; None: all.
         out: tensor or array for the results; None: a new tensor.
         memory: limit of used device memory in bytes, including memory in use already; None: no limit.
@@ -88,10 +88,10 @@ def infer(
 
 
 def _as_tensor(x: Any, name: str) -> Tensor:
-    """The features as a tensor, which shares the memory of a NumPy array."""
+    """Returns the features as a tensor; the tensor shares memory with a NumPy array."""
     if isinstance(x, np.ndarray):
         with warnings.catch_warnings():
-            # For read-only arrays, such as files mapped for reading; features are never written to.
+            # PyTorch warns of read-only arrays, such as files mapped for reading. Features are never written.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(x)
     if not isinstance(x, Tensor):
@@ -102,7 +102,7 @@ def _as_tensor(x: Any, name: str) -> Tensor:
 
 
 def _checked_out(out: Any) -> Tensor:
-    """The tensor for the results.
+    """Checks ``out``, and returns it as a tensor.
 
     Raises:
         TypeError: ``out`` is neither a tensor nor an array, or is not floating-point.
@@ -121,7 +121,7 @@ def _checked_out(out: Any) -> Tensor:
 
 
 def _device_of(model: Any, device: torch.device | str | None) -> torch.device:
-    """The requested device, or the model's; the model must be on it."""
+    """The requested device, or the device of the model if None; the model must be on the result."""
     roots = [model] if isinstance(model, Module) else [item for item in model if isinstance(item, Module)]
     found = {tensor.device for root in roots for tensor in (*root.parameters(), *root.buffers())}
     if device is None:

@@ -18,10 +18,10 @@ from fastsparse_core.exact_inference.tiles import Placement, Stage, Tile, run
 from fastsparse_core.structure.adjacency import Adjacency
 
 _Function = Callable[[Tensor], Tensor]
-#: Tolerance for the result of a whole model: below the difference between relu and leaky_relu with a slope of
-#: 0.01.
+#: Relative tolerance for the result of a whole model. It is smaller than the difference between relu and
+#: leaky_relu with a slope of 0.01.
 _OF_FORMS = 1e-5
-#: Tolerance for a layer in 16 bits: the frameworks' own sums are not repeatable on a GPU.
+#: Relative tolerance for a layer in 16 bits, because the frameworks' own sums vary between runs on a GPU.
 _OF_16_BITS = 5e-2
 _ACTIVATION_NAMES = ("act", "activation", "act_fn", "nonlinearity")
 _ACTIVATIONS: tuple[_Function, ...] = (
@@ -38,7 +38,7 @@ _ACTIVATIONS: tuple[_Function, ...] = (
 
 @dataclass(frozen=True)
 class Framework:
-    """Functions of a plugin that know its layers.
+    """Functions that a plugin provides for its layers.
 
     Attributes:
         is_layer: whether a module is a graph layer.
@@ -60,7 +60,7 @@ class Framework:
 
 @dataclass(frozen=True)
 class _Part:
-    """A graph layer, or None, and the row-wise functions that follow it."""
+    """A graph layer, or None, and the functions after it, which compute every row independently."""
 
     name: str
     layer: Any
@@ -83,7 +83,7 @@ def split(
     Args:
         model: module, list or tuple.
         framework: functions of the plugin.
-        like: features (N, ...); those of the small graph get their width and dtype.
+        like: features (N, ...); the features of the small graph get the same width and dtype.
         device: device of the model.
         small: structure of the small graph, on which ``framework.call`` computes.
 
@@ -175,7 +175,7 @@ def _of_model(model: Module, framework: Framework, x: Tensor) -> list[_Part]:
             found = features
             for part in form:
                 found = part.finish(framework.call(part.layer, found))
-        except Exception:  # other functions may fit
+        except Exception:  # the next candidate may fit
             continue
         if isinstance(expected, Tensor) and _is_close(found, expected, _OF_FORMS):
             return parts
@@ -199,7 +199,7 @@ def _in_float32(model: Module, framework: Framework, x: Tensor) -> tuple[Module,
 
 
 def _layers_of(model: Module, framework: Framework) -> list[_Part]:
-    """Graph layers that are attributes of a model, or in its lists."""
+    """Graph layers that are attributes of a model, or in its ``ModuleList`` attributes."""
     found = []
     for name, child in model.named_children():
         items = child.named_children() if isinstance(child, ModuleList) else [("", child)]
@@ -211,7 +211,7 @@ def _layers_of(model: Module, framework: Framework) -> list[_Part]:
 
 
 def _forms(model: Module, layers: list[_Part], framework: Framework) -> Iterator[list[_Part]]:
-    """Candidates for what a model computes between its layers, the usual ones first."""
+    """Candidates for the functions that a model calls between its layers, the most usual ones first."""
     own = [getattr(model, name, None) for name in _ACTIVATION_NAMES]
     activations = [act for act in own if callable(act)] + list(_ACTIVATIONS)
     norms = _norms_of(model, len(layers), framework)
@@ -309,7 +309,7 @@ def _stage_of(part: _Part, framework: Framework) -> Stage:
 
 
 def _is_close(found: Tensor, expected: Tensor, loose: float, rounding: float = 0.0) -> bool:
-    """Whether rows are equal up to a tolerance, relative to their largest number, plus ``rounding``."""
+    """True if rows are equal up to a tolerance, relative to their largest number, plus ``rounding``."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     a, b = found.double().flatten(1), expected.double().flatten(1)

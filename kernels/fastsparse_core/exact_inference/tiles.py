@@ -22,23 +22,24 @@ from fastsparse_core.structure.adjacency import Adjacency
 #: Share of the free memory that a tile may take. The estimate of a tile's memory ignores the allocator's
 #: rounding.
 _TILE_SHARE = 0.6
-#: Share of the free memory that stays for tiles when features or results are placed on the device.
+#: Share of the free memory that is reserved for tiles when features or results are placed on the device.
 _KEPT_FOR_TILES = 0.15
 #: Share of the free memory for the first rows of a result, if the result and its source do not both fit.
 _SHARE_HERE = 0.7
 #: Share of the free memory for a group of columns of all features, if not all columns fit. The structure is
 #: sent once for every group, so wider groups are faster.
 _SHARE_OF_COLUMNS = 0.9
-#: Kernels read rows in pieces of this many bytes, so a group of columns has a multiple of it.
+#: Kernels read rows in pieces of this many bytes, so the size of a group of columns is a multiple of it.
 _ROW_BYTES = 16
-#: Memory of a tile on the CPU, if the caller set no limit.
+#: Memory of a tile on the CPU, in bytes, if the caller set no limit.
 _CPU_BYTES = 2**30
-#: Entries of a tile: positions among them are int32.
+#: Largest number of entries of a tile, because positions of entries are int32.
 _MOST_ENTRIES = 2**30
-#: Bytes that are copied between the host and a GPU, or gathered for it, at a time.
+#: Number of bytes that are copied between the host and a GPU, or gathered for the GPU, at a time.
 _PIECE_BYTES = 2**26
 _NUM_BUFFERS = 4
-#: Larger data of the host is copied to page-locked buffers first, so that the host does not wait for the GPU.
+#: Data on the host that is larger than this number of bytes is copied to page-locked buffers first, so that
+#: the host does not wait for the GPU.
 _STAGED_BYTES = 2**20
 #: Share of a GPU's memory that `torch.cuda.set_per_process_memory_fraction` allows. Older versions of PyTorch
 #: cannot return it; there it counts as 1.
@@ -103,20 +104,20 @@ class Tile:
 
 @dataclass(frozen=True)
 class Stage:
-    """How tiles compute a layer of a model.
+    """Describes how tiles compute a layer of a model.
 
     Attributes:
         name: name of the layer, for messages.
-        compute: computes the results (num_dst, ...) from a tile and, if they were computed before, the tile's
-            sums.
-        reads: features that it reads: ``"own"``: only those of the destinations. ``"sources"``: those of the
-            tile's sources, which are gathered first. ``"columns"``: it only sums sources, so a tile may also
-            have the features of all nodes.
+        compute: computes the results (num_dst, ...) from a tile and, if the sums were computed before, the
+            tile's sums.
+        reads: the features that the stage reads. ``"own"``: only the features of the destinations.
+            ``"sources"``: the features of the tile's sources, which are gathered first. ``"columns"``: the
+            stage only sums sources, so a tile may also have the features of all nodes.
         adds_loops: whether every destination gets one loop, in place of its own loops.
-        reads_out_degree: whether it reads out-degrees, which must be those of the whole graph.
+        reads_out_degree: whether the stage reads out-degrees, which must be those of the whole graph.
         sums: if the layer begins with sums over neighbours: computes these sums, (num_dst, width). Each
-            column of the sums depends only on the same column of the sources. None: it does not begin with
-            sums.
+            column of the sums depends only on the same column of the sources. None: the layer does not begin
+            with sums.
     """
 
     name: str
@@ -154,7 +155,7 @@ class Placement:
         return free if self.memory is None else min(free, self.memory - taken)
 
     def fits(self, size: int) -> bool:
-        """Whether the device has memory for ``size`` bytes in addition to tiles.
+        """Returns whether the device has memory for ``size`` bytes in addition to tiles.
 
         Args:
             size: number of bytes.
@@ -292,7 +293,7 @@ class _Tiles:
         if x.device == self._device or ids is None:
             return _Rows(x, is_given=True)
         if not self._placement.fits(ids.numel() * x[:1].nbytes):
-            return _Rows(x, is_given=True)  # every tile gathers its rows
+            return _Rows(x, is_given=True)  # every tile gathers the rows that it reads
         return self.rows(self._gathered(x, ids.to(self._device)), ids)
 
     def rows(self, data: Tensor, ids: Tensor | None) -> _Rows:
@@ -311,7 +312,7 @@ class _Tiles:
 
         Args:
             stage: the layer.
-            stored: the features that it reads.
+            stored: the features that the layer reads.
             ids: the nodes, int64, ascending, on the structure's device; None: all nodes.
             target: tensor for the results; None: a new tensor.
         """
@@ -401,7 +402,7 @@ class _Tiles:
             stored: the features of all nodes, on the host.
             width: number of columns.
             first: the result of one node, for its shape and dtype.
-            target: as in `layer`.
+            target: tensor for the results; None: a new tensor.
         """
         data, placement = stored.data, self._placement
         self._lock_structure()
@@ -425,7 +426,7 @@ class _Tiles:
     def _sums(self, stage: Stage, data: Tensor, width: int) -> list[Tensor]:
         """A stage's sums on the host, (num_nodes, columns) each, of ``width`` columns or less at a time."""
         if self._memory_of_sums is None or self._memory_of_sums.nbytes < data.nbytes:
-            self._memory_of_sums = None  # before the new memory is taken
+            self._memory_of_sums = None  # frees the old memory before the new memory is allocated
             self._memory_of_sums = torch.empty(data.nbytes, dtype=torch.uint8)
         memory = self._memory_of_sums[: data.nbytes].view(data.dtype)
         least = max(_ROW_BYTES // data.itemsize, 1)
@@ -469,9 +470,9 @@ class _Tiles:
         """Writes the results of all nodes tile by tile. A tile is halved if memory runs out.
 
         Args:
-            result: takes them.
-            results: those of the nodes from one number to another.
-            costs: of a tile.
+            result: the rows are written to it.
+            results: computes the results of the nodes from a first number to a last number, exclusive.
+            costs: estimated memory of a tile.
             upto: see `_upto`; None: a tile reads no entries.
         """
         entries, rows = self._limits(_TILE_SHARE * self._placement.free(), costs)
@@ -489,7 +490,7 @@ class _Tiles:
                     torch.cuda.empty_cache()
                     continue
                 result.write(begin, part)
-                del part  # before the next tile allocates as much
+                del part  # frees memory before the next tile allocates as much
                 begin = end
         finally:
             result.finish()
@@ -497,8 +498,8 @@ class _Tiles:
     def _lock_structure(self) -> None:
         """Page-locks the columns' memory in place, as they are sent once for each part of the features.
 
-        Where the driver refuses, for instance for a file that is mapped for reading, they are sent through
-        buffers, like the features.
+        If the driver refuses, for example because the memory is a file that is mapped for reading, the
+        columns are sent through buffers, like the features.
         """
         if self._device.type != "cuda" or self.col.is_cuda or self._locked or self.col.is_pinned():
             return
@@ -506,7 +507,7 @@ class _Tiles:
         if runtime.cudaHostRegister(self.col.data_ptr(), self.col.nbytes, 0) == runtime.cudaError.success:
             self._locked.append(self.col.data_ptr())
             return
-        # The refusal remains the runtime's last error, which the next launch of a kernel reports.
+        # The refusal remains CUDA's last error, which the next kernel launch reports. This launch clears it.
         with suppress(RuntimeError):
             torch.ones(1, device=self._device)
 
@@ -514,7 +515,7 @@ class _Tiles:
         """Estimated bytes per row, per entry and per source of a tile."""
         source, result = stored.data[:1].nbytes, first[:1].nbytes
         ranks = self._placement.num_ranks
-        pieces = 4 if ranks == 1 else 6 + ranks  # a tile of each process, and the buffers of the exchange
+        pieces = 4 if ranks == 1 else 6 + ranks  # includes a tile of each process and buffers of the exchange
         costs = _Size(rows=32 + 2 * source + pieces * result, entries=4, sources=0)
         if self._is_gathered(stage, stored.data.device == self._device):
             is_transformed = stage.reads == "sources"
@@ -551,7 +552,7 @@ class _Tiles:
         sizes = [stop - start for start, stop in pairwise(bounds)]
         padded = part.new_zeros(max(sizes), *part.shape[1:])
         padded[: part.size(0)] = part
-        whole = padded.flatten().view(torch.uint8).to(self._wire)  # gloo does not know every dtype
+        whole = padded.flatten().view(torch.uint8).to(self._wire)  # gloo does not support every dtype
         pieces = [torch.empty_like(whole) for _ in sizes]
         dist.all_gather(pieces, whole, group=self._placement.group)
         found = [piece.view(part.dtype).view(padded.shape) for piece in pieces]
@@ -623,7 +624,7 @@ class _Tiles:
         return source_ids, number[column]
 
     def _sent(self, data: Tensor) -> Tensor:
-        """Data on the device, contiguous. The data may be changed afterwards, unless it is page-locked."""
+        """Sends data to the device, contiguous. Page-locked data must not be changed before it is sent."""
         if self._device.type != "cuda" or data.is_cuda:
             return data.contiguous().to(self._device)
         if data.is_contiguous() and data.is_pinned():
@@ -734,7 +735,7 @@ class _Buffers:
         self._turn = 0
 
     def next(self, like: Tensor) -> Tensor:
-        """Memory for a piece of that shape and dtype."""
+        """Memory for a piece with the shape and dtype of ``like``."""
         free = self._free[self._turn]
         if isinstance(free, Future):
             free.result()
@@ -790,7 +791,7 @@ class _Result:
         self._target = torch.empty(shape, dtype=dtype, device=self._device) if target is None else target
         self._here = torch.empty(self._num_here, *shape[1:], dtype=dtype, device=self._device)
         self._buffers: _Buffers | None = None
-        self._stream: Any = None  # of the copies to the host
+        self._stream: Any = None  # CUDA stream of the copies to the host
         self._worker: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
 
@@ -855,7 +856,7 @@ class _Result:
 
 
 def _store(target: Tensor, buffer: Tensor, arrived: torch.cuda.Event, source: Tensor) -> None:
-    """Copies a piece from its buffer. ``source`` keeps its memory on the GPU until the piece has arrived."""
+    """Copies a piece from its buffer. The argument ``source`` keeps memory on the GPU alive until then."""
     arrived.synchronize()
     with torch.no_grad():
         target.copy_(buffer)

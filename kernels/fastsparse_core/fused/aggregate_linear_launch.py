@@ -12,8 +12,9 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 #: Number of features or outputs per block.
 _TILE = 128
-#: Smallest number of rows per slab, and largest number of slabs times tiles. Each slab has two thread blocks
-#: per tile of a weight; together they fill an H200.
+#: The sums over rows are divided into slabs of rows. These are the smallest number of rows per slab, and the
+#: largest number of slabs times tiles. Each slab has two thread blocks per tile of a weight; all thread
+#: blocks together fill an H200.
 _SLAB_ROWS = 128
 _MOST_SLABS = 66
 #: Number of bfloat16 terms that represent a float32 number exactly; two terms are used if PyTorch allows
@@ -22,7 +23,7 @@ _ALL_TERMS = 3
 
 
 def is_laid_out(x: Tensor, *contiguous: Tensor) -> bool:
-    """Whether 16-byte loads can read float32 tensors: the rows of ``x``, and the contiguous matrices."""
+    """True if 16-byte loads can read float32 tensors: the rows of ``x``, and the contiguous matrices."""
     row_stride, column_stride = x.stride()
     if column_stride != 1 or row_stride % 4 or x.data_ptr() % 16:
         return False
@@ -33,7 +34,7 @@ def is_laid_out(x: Tensor, *contiguous: Tensor) -> bool:
 
 
 def gathers_neighbours(adj: Adjacency, algorithm: str) -> bool:
-    """Whether the kernel also sums the neighbours (`policy.gathers_and_transforms`)."""
+    """Returns whether the kernel also sums the neighbours (`policy.gathers_and_transforms`)."""
     return policy.gathers_and_transforms(facts_of(adj), algorithm, adj.gpu) and adj.has_short_rows
 
 
@@ -65,7 +66,7 @@ def aggregate_and_transform(
     key = ("aggregate_linear", algorithm)
     known = adj.plans.get(key)
     if known is None:
-        # The kernel needs no work list, and requesting one would count as a use of it.
+        # The kernel needs no work list, and requesting a work list would count as a use.
         known = (gathers_neighbours(adj, algorithm), adj.plain_structure, device_index(adj.device))
         adj.plans[key] = known
     gathers, structure, index = known
@@ -115,7 +116,7 @@ def gradients_of_parameters(
     width = own.shape[1]
     grad_weight, grad_root = grad.new_empty(out_width, width), grad.new_empty(out_width, width)
     grad_bias = grad.new_empty(out_width) if needs_bias else None
-    # Gradients of both weights, slab by slab, followed by those of the bias.
+    # Memory for the gradients of both weights, slab by slab, followed by the gradients of the bias.
     tiles = -(-width // _TILE) * -(-out_width // _TILE)
     num_slabs = min(-(-num_rows // _SLAB_ROWS), _MOST_SLABS // tiles)
     of_weights = num_slabs * 2 * out_width * width

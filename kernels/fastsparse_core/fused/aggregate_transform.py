@@ -43,8 +43,7 @@ from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.streams import fork
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: The 1 of ``1 + eps`` as a tensor. From a Python number, PyTorch would create a tensor in every call, which
-#: takes longer.
+#: The 1 of ``1 + eps`` as a tensor, because PyTorch would convert a Python number to a tensor in every call.
 _ONE = {dtype: torch.ones((), dtype=dtype, device="cpu") for dtype in DTYPE_CODE}
 
 
@@ -72,8 +71,8 @@ def graph_convolution(
         weight: (out width, in width) or (in width, out width).
         bias: (out width,) or None.
         out_by_in: whether the weight is (out width, in width).
-        aggregate_first: whether neighbours are summed before the linear map. Only for features that need no
-            gradient: then only their sums are stored.
+        aggregate_first: whether neighbours are summed before the linear map. Allowed only if the features
+            need no gradient; then only their sums are stored.
         scale_dst: constant s, (num_dst,); None: 1.
         scale_src: constant t, (num_src,); None: 1.
         relu: whether negative results become 0.
@@ -82,7 +81,7 @@ def graph_convolution(
             in place of s and t.
 
     Returns:
-        (num_dst, out width), or None, as `_in_one_node`.
+        (num_dst, out width), or None if separate operators have to run (`_in_one_node`).
     """
     if weight is None or (aggregate_first and x.requires_grad):
         return None
@@ -135,8 +134,8 @@ def aggregate_linear(
             is narrow.
 
     Returns:
-        (num_dst, out width), or None, as `_in_one_node`; also None if ``root`` is not the first rows of ``x``
-        (`starts_with`).
+        (num_dst, out width), or None as in `_in_one_node`; also None if ``root`` is not the first rows of
+        ``x`` (`starts_with`).
     """
     if not is_plain_eager(x):
         if root is not None and root is not x:
@@ -150,7 +149,7 @@ def aggregate_linear(
 
 
 def starts_with(x: Tensor, root: Tensor) -> bool:
-    """Whether ``root`` is ``x[:n]`` or ``x`` itself, also for autograd, and no hook reads its gradient.
+    """True if ``root`` is ``x[:n]`` or ``x`` itself, also for autograd, and no hook reads its gradient.
 
     Args:
         x: matrix.
@@ -159,8 +158,8 @@ def starts_with(x: Tensor, root: Tensor) -> bool:
     if root is x:
         return True
     return (
-        # If both are views of one tensor, the gradient of root must not be added to that of x if a hook reads
-        # the latter.
+        # If both are views of one tensor and a hook reads the gradient of x, the gradient of root must not be
+        # added to it.
         (not x._is_view() or (x._backward_hooks is None and not x.retains_grad))
         and root._is_view()
         and root._base is (x._base if x._is_view() else x)
@@ -203,7 +202,7 @@ def weighted_linear(
             is narrow.
 
     Returns:
-        (num_nodes, out width), or None, as `_in_one_node`.
+        (num_nodes, out width), or None if separate operators have to run (`_in_one_node`).
     """
     if type(adj) is not Adjacency or adj.num_dst != adj.num_src or not is_plain_eager(value):
         return None
@@ -212,7 +211,7 @@ def weighted_linear(
 
 
 def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
-    r"""Adds the neighbours' features and the node's own.
+    r"""Sums the features of the neighbours and of the node itself.
 
     .. math::
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \mathbf{x}_j + (1 + \epsilon) \, \mathbf{x}_i
@@ -226,7 +225,7 @@ def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
         eps: one number, which gets no gradient.
 
     Returns:
-        (N, width), or None, as `_in_one_node`; also None if ``eps`` requires a gradient.
+        (N, width), or None as in `_in_one_node`; also None if ``eps`` requires a gradient.
     """
     dtype = eps.dtype
     if (
@@ -276,7 +275,7 @@ def relational_linear(
         reduce: ``"sum"`` or ``"mean"``.
 
     Returns:
-        (num_dst, out width), or None, as `_in_one_node`.
+        (num_dst, out width), or None if separate operators have to run (`_in_one_node`).
     """
     form = (False, False, reduce, False, False, True)
     return _in_one_node(adj, form, x, None, weight, bias, root)
@@ -308,7 +307,7 @@ class _Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Values shared by calls with tensors of the same kinds.
+    """Values that calls share if their tensors have the same dtypes, shapes, devices and layouts.
 
     The structure stores its plans, so a plan must not refer to the structure.
 
@@ -392,7 +391,7 @@ def _in_one_node(
         value: edge values (num_values,) in the dtype of ``x``; None: 1.
         weight: multiplied by the sums, in the layout of ``form``; None: no linear map.
         bias: (out width,) or None.
-        root_weight: multiplied by the nodes' own features, in the shape of one weight; or None.
+        root_weight: weight of the nodes' own features, in the shape of one weight; or None.
         loop: value of the self loops, one constant in the accumulation dtype; None: 1 if the form adds loops.
         scale_dst: constant s, (num_dst,); None: 1, or the inverse degree for a mean.
         scale_src: constant t, (num_src,); None: 1.
@@ -438,7 +437,7 @@ def _product_dtype(
     bias: Tensor | None,
     root_weight: Tensor | None,
 ) -> torch.dtype | None:
-    """The dtype of a call's products; None if separate operators have to run."""
+    """The dtype of the matrix products of a call; None if separate operators have to run."""
     others = [each for each in (value, weight, bias, root_weight) if each is not None]
     if (
         adj.is_partitioned
@@ -538,7 +537,7 @@ def _compute(
     keeps_met: bool = False,
     keeps_own: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Computes the result.
+    """Computes the layer's result, without autograd.
 
     Returns:
         The result; the features as they were cast; the input of the second step: the sums, or the transformed
@@ -777,7 +776,7 @@ def _of_weight(plan: _Plan, grad: Tensor, rows: Tensor, dtype: torch.dtype, once
 def _of_value(
     plan: _Plan, adj: Adjacency, at_dst: Tensor, at_src: Tensor, value: Tensor, once: bool
 ) -> Tensor:
-    """The gradient of the edges' values from the gradients of the sums and the features that were summed."""
+    """The edge values' gradient from the sums' gradients ``at_dst`` and the summed features ``at_src``."""
     scales = (plan.scale_dst, plan.scale_src)
     if not once:
         return sddmm(adj, at_dst, at_src, scale_dst=scales[0], scale_src=scales[1])
@@ -795,7 +794,7 @@ def _differentiable_sum(
     *,
     back: bool = False,
 ) -> Tensor:
-    """The sum, or with ``back`` the transposed sum, computed by operators with gradients of their own."""
+    """The sum, or with ``back`` the transposed sum, computed by differentiable operators."""
     scales = (plan.scale_dst, plan.scale_src)
     if back:
         adj, scales = adj.t(valued=value is not None), scales[::-1]
@@ -806,7 +805,7 @@ def _differentiable_sum(
 def _onto_root(
     plan: _Plan, adj: Adjacency, grad_sums: Tensor, grad: Tensor, root_matrix: Tensor
 ) -> Tensor | None:
-    """The features' gradient if it can be scattered onto that of the own features (`policy.scatters`)."""
+    """Adds the sums' gradient to the own features' gradient by scattering; None if this is not possible."""
     dtype = plan.given[0]
     if dtype != torch.float32 or adj.symmetric or not scatters(adj, plan.algorithm, grad.dtype, None):
         return None
@@ -823,19 +822,19 @@ def _onto_root(
 
 
 class _Traced(NamedTuple):
-    """Arguments of the operator.
+    """Arguments of the operator for traced code.
 
     Attributes:
-        x: features.
+        x: features (num_src, in width).
         weight: (out width, in width), or None.
         bias: (out width,), or None.
         root_weight: (out width, in width), or None.
-        eps: GIN's, or None.
+        eps: the parameter ``eps`` of GIN, one number, or None.
         norm_dst: name of the structure's method that returns the factors of the destinations, or "".
         norm_src: name of the method for the sources, or "".
         adds_loops: whether to add a self loop to every node if the structure has none.
         transform_first: as in the form.
-        algorithm: of the sum.
+        algorithm: algorithm of the sum.
     """
 
     x: Tensor
@@ -850,7 +849,7 @@ class _Traced(NamedTuple):
     algorithm: str
 
     def of_node(self, adj: Adjacency) -> _Call:
-        """The eager plan without streams of its own, which CUDA graphs of a compiled step cannot track."""
+        """The eager plan, but without its own streams, which CUDA graphs of a compiled step cannot track."""
         x, weight, bias, root_weight, eps, norm_dst, norm_src, adds_loops, transform_first, algorithm = self
         kinds = tuple([None if each is None else kind_of(each) for each in self[:4]])
         key = ("traced", self[5:], kinds)
@@ -883,10 +882,10 @@ def _traced(
     adds_loops: bool = False,
     transform_first: bool = True,
 ) -> Tensor | None:
-    """The node as one operator of `torch.compile`; None where a trace needs separate operators.
+    """The layer as one operator of `torch.compile`; None if a trace needs separate operators.
 
-    Inductor would compute biases, self loops and GIN's own term in passes of their own, and products of
-    float32 matrices by slower kernels.
+    Inductor would compute biases, self loops and GIN's own term in separate passes, and products of float32
+    matrices by slower kernels.
     """
     if adj.num_dst != adj.num_src or x.dim() != 2 or x.shape[0] != adj.num_src:
         return None
@@ -934,7 +933,7 @@ def _aggregate_transform_gradients(
 
 
 def _aggregate_transform_unfused(adj: Adjacency, call: _Traced) -> Tensor:
-    """The operator by others, which have gradients again."""
+    """Computes the operator by other operators, which are differentiable again."""
     x, weight, bias, root_weight, *_ = call
     _, plan, loop = call.of_node(adj)
     out = _differentiable_sum(plan, adj, x, None, loop)

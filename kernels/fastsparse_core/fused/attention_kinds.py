@@ -19,16 +19,16 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 Tensors = Sequence[Tensor]
 Flags = Sequence[bool]
-#: Result of all heads, and what the backward pass needs.
+#: The result of all heads, and the tensors that the backward pass needs.
 Result = tuple[Tensor, tuple[Any, ...]]
 Gradients = tuple[Tensor, Sequence[Tensor | None]]
-#: Features of the edges; the weight of their linear map to the heads' features, or None; for additive
-#: attention, the weight of their linear map to the scores.
+#: Features of the edges (num_values, A); the weight (heads * D, A) that maps them to the heads' features, or
+#: None; and the weight (heads, A) that maps them to the scores, only for additive attention.
 LayerEdges = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class LayerCall(NamedTuple):
-    """Arguments of a call, without the tensors that have gradients."""
+    """Arguments of a layer's call, without the tensors that have gradients."""
 
     score: type[Score]
     adj: Adjacency
@@ -42,7 +42,7 @@ class LayerCall(NamedTuple):
     widths: tuple[int, ...]
     mean: bool
     num_vectors: int
-    #: Whether the backward pass reads the result, which then must not be overwritten.
+    #: True if the backward pass reads the result. Then callers must not overwrite the result.
     keeps_result: bool
     #: Object of `_C` that computes everything after the linear maps, with one call per pass; None: operators
     #: run one by one.
@@ -50,9 +50,9 @@ class LayerCall(NamedTuple):
 
 
 class Score:
-    """A kind of attention. Its input is one matrix, the results of the layer's linear maps side by side."""
+    """A kind of attention. The input is one matrix, the results of the layer's linear maps side by side."""
 
-    #: Whether the backward pass on CUDA reads the result.
+    #: True if the backward pass on CUDA reads the result.
     reads_result: ClassVar[bool]
     #: AttentionScore in kernels/include/fastsparse/views.h.
     code: ClassVar[int]
@@ -61,14 +61,14 @@ class Score:
 
     @staticmethod
     def adds(widths: tuple[int, ...]) -> bool:
-        """Whether one of the linear maps is added to the result."""
+        """Returns whether one of the linear maps is added to the result."""
         return False
 
     @staticmethod
     def has_cuda_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float
     ) -> bool:
-        """Whether CUDA kernels support the call and its backward pass."""
+        """Returns whether CUDA kernels support the call and its backward pass."""
         raise NotImplementedError
 
     @staticmethod
@@ -238,10 +238,10 @@ def _operands(
 
 
 def _vectors_of_heads(call: LayerCall, vectors: Tensors) -> Tensor:
-    """(heads, D) in the accumulation dtype."""
+    """The first learned vectors as (heads, D), in the accumulation dtype."""
     return cast(vectors[0].view(call.heads, -1), accumulation_dtype(call.dtype))
 
 
 def _ends(call: LayerCall, joint: Tensor) -> tuple[Tensor, ...]:
-    """Features of sources and destinations."""
+    """Features of sources and of destinations; the same tensor twice if there is only one linear map."""
     return joint.split(call.widths, dim=1) if len(call.widths) == 2 else (joint, joint)

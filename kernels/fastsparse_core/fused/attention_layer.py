@@ -86,13 +86,14 @@ def attention_layer(
         kind: the framework's class of linear layers.
         edges: edge features (num_values, A) in the caller's edge order, and a linear layer without bias that
             maps them to (num_values, heads * D). Additive attention adds the mapped features to the values;
-            if the layer is None, it adds nothing. It also takes a third item, a weight (heads, A), whose
-            product with the features is added to the scores. Supported on the CPU only.
+            if the layer is None, it adds nothing. Additive attention also takes a third item, a weight
+            (heads, A), whose product with the features is added to the scores. Edge features are supported on
+            the CPU only.
 
     Returns:
         (N, heads * D), or (N, D) for the mean, in autocast's dtype if it is on; differentiable twice. None if
-        operators have to run one by one: a linear map has hooks, a trace is not that of `torch.compile`,
-        devices or dtypes differ, or there is no kernel.
+        operators have to run one by one: a linear map has hooks, the call is traced by another tracer than
+        `torch.compile`, devices or dtypes differ, or there is no kernel.
     """
     is_traced = not is_plain_eager(x)
     if not (
@@ -172,7 +173,7 @@ def attention_layer(
     if algorithm == "unfused" or (x.is_cuda and not score.has_cuda_kernel(adj, dtype, widths, heads, scale)):
         return None
     if score is DOT_PRODUCT and algorithm == "csr" and not x.is_cuda:
-        return None  # the operator warns that the CPU has no such kernel
+        return None  # the operator that runs instead warns that the CPU has no such kernel
     keeps_result = records and x.is_cuda and score.reads_result
     if keeps_result and bias is None and not mean and not score.adds(widths):
         return None  # the node would save the result, so the caller could not edit it in place
@@ -259,7 +260,7 @@ def _plan(
 def _attend(
     call: LayerCall, x: Tensor, bias: Tensor | None, edges: LayerEdges | None, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, tuple[Any, ...]]:
-    """The result; features and weight in the dtype of the product; the product; tensors for the backward."""
+    """Returns the result, the cast features and weight, their product, and tensors for the backward pass."""
     vectors, features = tensors[: call.num_vectors], x if x.dtype == call.dtype else x.to(call.dtype)
     joint, matrix = _project(call, features, tensors)
     out, kept = _attend_to(call, joint, vectors, bias, edges)
@@ -273,7 +274,7 @@ def _attend_to(
     bias: Tensor | None,
     edges: LayerEdges | None = None,
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """The result, and what the backward pass needs, from the linear maps' results."""
+    """Computes the result, and the tensors for the backward pass, from the linear maps' results."""
     if type(call.plan) is _C.AttentionLayer:
         out, kept = _attend_at_once(call, joint, vectors, None if call.mean else bias, edges)
     elif call.plan is not None:
@@ -309,7 +310,7 @@ def _attend_at_once(
     if of_scores is not None and edge_attr is not None:
         scores = F.linear(edge_attr, of_scores).to(precise).contiguous()
     if edge_weight is None:
-        edge_attr = None  # they affect the scores only, not the values
+        edge_attr = None  # without a linear map, edge features affect the scores only, not the values
     assert call.plan is not None
     call.plan.forward(
         joint,
@@ -398,7 +399,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _first_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Gradients of all inputs; those of the linear maps' weights, and of their biases, side by side."""
+    """Gradients of all inputs; the gradients of several maps' weights, and of their biases, are joined."""
     call, (features, matrix, joint, edge_attr, edge_weight, of_scores, *rest) = ctx.call, ctx.saved_tensors
     _, needs_x, needs_bias, *needs_edges = ctx.needs_input_grad[:6]
     needed = ctx.needs_input_grad[6:]
@@ -453,7 +454,7 @@ def _differentiate_at_once(
     """
     state, scores = kept
     precise = state.dtype
-    operands, grads = [], []  # a comprehension is one more call in Python 3.11
+    operands, grads = [], []  # filled in a loop, because a comprehension is one more call in Python 3.11
     for vector in vectors:
         operands.append(vector.to(precise).contiguous())
         grads.append(torch.empty_like(operands[-1]))
@@ -514,7 +515,7 @@ def _differentiate_at_once(
 
 
 def _second_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients that are differentiable again."""
+    """Computes the gradients by operators that are differentiable again."""
     call, (maps, versions) = ctx.call, ctx.maps
     check_versions(maps, versions)
     features, _, _, edge_attr, edge_weight, of_scores, *rest = ctx.saved_tensors
@@ -585,16 +586,16 @@ def _traced(
     bias: Tensor | None,
     options: tuple[int, float, float, bool],
 ) -> Tensor | None:
-    """The node as one operator of `torch.compile`; None where a trace needs separate operators.
+    """The layer as one operator of `torch.compile`; None if a trace needs separate operators.
 
     Args:
-        score: as in `attention_layer`, like the other arguments.
-        adj: structure.
-        x: features.
-        weights: of the linear maps.
-        biases: of the linear maps, or none.
-        vectors: of the heads.
-        bias: of the result, or None.
+        score: kind of attention, as in `attention_layer`.
+        adj: square structure.
+        x: features (N, F).
+        weights: weights of the linear maps.
+        biases: biases of the linear maps, or none.
+        vectors: learned vectors of the heads.
+        bias: bias of the result, or None.
         options: heads, scale, dropout_p and mean.
     """
     heads, scale, dropout_p, mean = options
@@ -625,7 +626,8 @@ def _traced(
             return None
         dropout_p, seed = draw_seed(dropout_p)
         if score is DOT_PRODUCT and x.is_cuda:
-            algorithm = "csr"  # blocks draw another mask, and backward passes choose their kernel again
+            # Kernels for blocks would draw another mask, and the backward pass may choose another kernel.
+            algorithm = "csr"
     first, second, *_ = (*vectors, None, None)
     weight = weights[0] if count == 1 else torch.cat(tuple(weights))
     map_bias = torch.cat(tuple(biases)) if len(biases) > 1 else biases[0] if biases else None
@@ -636,7 +638,7 @@ def _traced(
 
 
 def _attention(adj: Adjacency, call: _Traced, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result; for the backward pass, the maps' results, the nodes' state, and the heads' results."""
+    """Returns the result and, for the backward pass, the results of maps and heads, and the nodes' state."""
     x, of_layer = call.x, call.of_layer(adj, records=keep)
     joint = F.linear(x, call.weight, call.map_bias)
     out, (state, result) = _attend_to(of_layer, joint, call.vectors, call.bias)
@@ -680,7 +682,7 @@ def _attention_gradients(
 
 
 def _attention_unfused(adj: Adjacency, call: _Traced) -> Tensor:
-    """The operator by others, which have gradients again."""
+    """Computes the operator by other operators, which are differentiable again."""
     of_layer, bias = call.of_layer(adj, records=True), call.bias
     joint = F.linear(call.x, call.weight, call.map_bias)
     out = of_layer.score.formula(of_layer, joint, call.vectors, None)

@@ -23,7 +23,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 if TYPE_CHECKING:
     Plan = _C.CudaAttentionLayer
 
-#: Number of parts into which a sum over nodes is divided, per multiprocessor.
+#: A sum over nodes is divided into this number of parts per multiprocessor of the GPU.
 _PARTS = 4
 
 
@@ -34,9 +34,9 @@ class _Provisional(NamedTuple):
     """
 
     plan: Plan
-    #: Whether slices of the structures were sorted when the plan was made.
+    #: True if the slices of the structures were sorted when the plan was made.
     is_sorted: bool
-    #: Whether the plan reads rows because the structure has not been used often.
+    #: True if the plan reads CSR rows because the structure has not been used often enough for blocks.
     may_convert: bool
 
     def serves(self, adj: Adjacency, backward: bool) -> bool:
@@ -94,7 +94,7 @@ def plan_of(
             choice = choice_on_cuda(adj, dtype, widths[0], heads, algorithm, backward=records)
             on_blocks, may_convert = choice.algorithm == "fused3s", not choice.is_final
     if kept is not None and kept.is_sorted and not on_blocks:
-        plan = kept.plan  # the rule still gives the same answer
+        plan = kept.plan  # the rule still chooses the same kernel
     else:
         plan = _plan(adj, score, dtype, widths, heads, scale, backward, on_blocks)
     is_sorted = on_blocks or _is_sorted(adj, backward)
@@ -191,13 +191,13 @@ def stacked(call: LayerCall, maps: Sequence[Tensor]) -> tuple[Tensor, Tensor | N
 
 
 def numbers_of_state(score: type[Score], num_nodes: int, heads: int) -> int:
-    """Number of float32 that the nodes' state takes at most; a trace does not know the kernel."""
+    """Size of the nodes' state, in float32 numbers: an upper limit, as a trace does not know the kernel."""
     arrays = 3 if score is ADDITIVE else 1 if score is GATV2 else 2
     return -(-arrays * num_nodes * heads // 4) * 4
 
 
 def state_for_both(call: LayerCall, state: Tensor, num_nodes: int) -> Tensor:
-    """Writes the state of dot products from rows in the form of that from blocks: float64, to base 2.
+    """Converts the state of dot products from CSR to the form that kernels for blocks use: float64, base 2.
 
     In a trace, a structure may be converted to blocks between a forward pass and its backward pass.
     """
@@ -223,7 +223,7 @@ def kept_for(
 def attend(
     call: LayerCall, joint: Tensor, vectors: Sequence[Tensor], bias: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The result with the bias; and for the backward pass, the nodes' state and the attention's result."""
+    """Returns the result with the bias and, for the backward pass, nodes' state and attention's result."""
     plan, num_nodes, width = call.plan, joint.shape[0], call.widths[0]
     first, second, _ = _operands(vectors)
     is_float = False

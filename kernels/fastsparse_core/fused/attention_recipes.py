@@ -1,8 +1,8 @@
 """GAT, GATv2 and the graph transformer after their linear maps: results and attention weights.
 
 A call that returns the weights, multiplies them by a factor, or drops all of them (p = 1) stores the weight
-of every edge. All other calls run one operator. `gat` and `gatv2` return the weights after dropout, as they
-are in the sum; `transformer` returns them before dropout.
+of every edge. All other calls run one operator. `gat` and `gatv2` return the weights after dropout, which
+they use in the sum; `transformer` returns the weights before dropout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adds biases to tall matrices. PyTorch would sum their gradients slowly (`sum_of_rows`)."""
+"""Adds biases to tall matrices, because PyTorch sums the biases' gradients slowly (`sum_of_rows`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_bias(out: Tensor, bias: Tensor) -> Tensor:
 
     Args:
         out: (N, ...).
-        bias: its shape is that of a row, or broadcasts to it.
+        bias: has the shape of a row of ``out``, or broadcasts to that shape.
     """
     if torch.is_grad_enabled() and out.shape[1:] == bias.shape and _sums_by_itself(out, bias):
         return _Bias.apply(out, bias, False)
@@ -30,7 +30,7 @@ def add_bias(out: Tensor, bias: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``torch.nn.functional.linear``; callers must not edit the result in place.
+    """Computes ``torch.nn.functional.linear``; callers must not edit the result in place.
 
     Args:
         x: features (..., F).

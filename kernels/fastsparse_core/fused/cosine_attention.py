@@ -72,7 +72,7 @@ def beta_by_row(adj: Adjacency, beta: Tensor) -> Tensor:
     Nodes without edges have no scores, so their features must not affect beta's gradient. If they are NaN or
     infinite, PyTorch would add 0 times NaN or infinity.
     """
-    # A trace would get a guard on whether the structure has cached its degrees.
+    # `in_degree` would make a trace depend on whether the structure has cached its degrees.
     degree = adj.rowptr.diff() if torch.compiler.is_compiling() else adj.in_degree()
     return torch.where((degree == 0)[:, None], beta.new_zeros(()), beta)
 

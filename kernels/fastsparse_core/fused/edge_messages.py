@@ -37,7 +37,7 @@ def can_pass_messages(
     *others: Tensor | None,
     under: torch.dtype | None = None,
 ) -> bool:
-    """Whether :func:`gine_layer` and :func:`gated_layer` support a call.
+    """Returns whether :func:`gine_layer` and :func:`gated_layer` support a call.
 
     Both need a square structure, and plain tensors on one device and of one dtype. Under autocast, tensors
     may have the autocast dtype or float32.
@@ -189,7 +189,7 @@ class _Gine(torch.autograd.Function):
             uncast,
             None if after_bias is None else after_bias.dtype,
         )
-        # First derivatives read the operands' copies; second ones, the originals.
+        # First derivatives read the copies of the operands; second derivatives read the originals.
         if weight is None:
             ctx.save_for_backward(kept, None, None, None, None, matrix, summed)
         else:
@@ -352,7 +352,7 @@ class _Gated(torch.autograd.Function):
         # First derivatives read only the dtypes of these tensors, so autograd does not save them.
         ctx.parameters = (root, bias, *maps)
         ctx.versions = versions_of(ctx.parameters)
-        # Operands are the rows themselves, or padded copies.
+        # The operands are the rows of the linear maps' results, or padded copies of them.
         ctx.save_for_backward(x, edge, of_nodes, slope, *operands[1:6])
         if bias is None or joined:
             return out
@@ -405,7 +405,7 @@ def _gated_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_maps: tuple[Tensor | None, ...] = (None,) * 3
     grad_root = grad_bias = None
     if maps_need or needs[2]:
-        if edge is None:  # as in the original layer, whose linear maps come before the sum
+        if edge is None:  # the original layer also applies its linear maps before the sum
             product = product_in(of_rows.t(), x, dtype)
         else:
             product = weight_gradient(of_rows, x, dtype, True, 3, width)

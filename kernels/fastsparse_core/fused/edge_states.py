@@ -29,7 +29,7 @@ _SLOPE = 0.01
 def attend_by_edges(
     adj: Adjacency, of_src: Tensor, of_dst: Tensor, of_edge: Tensor, att: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    r"""New features of the edges, and sums of values weighted by their scores.
+    r"""Computes new features of the edges, and sums of the values weighted by the softmax of edge scores.
 
     .. math::
         \mathbf{f}_{ij} = \operatorname{leaky\_relu}(\mathbf{p}_j + \mathbf{q}_i + \mathbf{e}_{ij}), \qquad
@@ -45,8 +45,9 @@ def attend_by_edges(
         v: :math:`\mathbf{v}`, (num_src, heads * Dv).
 
     Returns:
-        (num_values, heads, D) and (num_dst, heads * Dv), differentiable twice. None on CUDA, under autocast
-        or :func:`algorithms`, with mixed dtypes, without edges, or within a trace or a transform.
+        :math:`\mathbf{f}` (num_values, heads, D) and :math:`\mathbf{y}` (num_dst, heads * Dv), differentiable
+        twice. None on CUDA, under autocast or :func:`algorithms`, with mixed dtypes, without edges, or within
+        a trace or a transform.
     """
     tensors = (of_src, of_dst, of_edge, att, v)
     if (
@@ -80,7 +81,7 @@ def _states(
 
 
 class _EdgeStates(torch.autograd.Function):
-    """Calls the kernels of edge_softmax, spmm and sddmm. Second derivatives use these operators."""
+    """Calls the kernels of edge_softmax, spmm and sddmm. Second derivatives call the operators themselves."""
 
     @staticmethod
     def forward(ctx: Any, adj: Adjacency, *tensors: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,11 +16,12 @@ from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._operands import written_out
 
 #: Number of rows from which the vectors' gradients are computed as ``grads.t() @ rows``. For fewer rows and
-#: four heads of 32, cuBLAS takes 52 us for that, but 7 us for ``(rows.t() @ grads).t()``; the difference is a
-#: third of a captured step of GAT on 64 molecules. For more rows, the latter takes up to twice as long.
+#: four heads of 32, cuBLAS takes 52 us for that product, but 7 us for ``(rows.t() @ grads).t()``. The
+#: difference is a third of a captured step of GAT on 64 molecules. For more rows, the second form takes up to
+#: twice as long.
 _MANY_ROWS = 2_048
-#: Number of edges per product on the CPU; the results are added up. A product over 60,000 edges has a
-#: relative error of 3e-6; in parts, 2e-7.
+#: Number of edges per product on the CPU; the products are added up. One product over 60,000 edges has a
+#: relative error of 3e-6; products of this size have 2e-7.
 _PART = 256
 
 
@@ -30,7 +31,8 @@ def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     .. math::
         s_{ih} = \langle \mathbf{a}_h, \mathbf{x}_{ih} \rangle
 
-    Besides the features, the backward pass needs no tensor of their size. Autocast does not change the dtype.
+    The features are the only tensor of their size that the backward pass needs. Autocast does not change the
+    dtype.
 
     Args:
         feat: features (N, ..., H * D), the heads side by side.
@@ -110,7 +112,7 @@ class _LinearInParts(torch.autograd.Function):
 
 def product_in_parts(left: Tensor, right: Tensor) -> Tensor:
     """``left.t() @ right`` of tall matrices, as the sum of products of `_PART` rows each."""
-    if not is_plain_eager(left):  # sizes 0 and 1 would be constants of a trace
+    if not is_plain_eager(left):  # a trace would treat sizes 0 and 1 as constants
         count = left.shape[0] // _PART + 2
         padding = (0, 0, 0, count * _PART - left.shape[0])
         first, second = (F.pad(each, padding).view(count, _PART, each.shape[1]) for each in (left, right))
@@ -165,7 +167,7 @@ def gradients_of_scores(
         vectors: as in the forward pass.
         needs_rows: whether the gradient of the features is wanted.
         needed: for each vector, whether its gradient is wanted.
-        grad_rows: another gradient of the features, contiguous; this one is added to it in place.
+        grad_rows: another gradient of the features, contiguous, to which the result is added in place.
     """
     heads, width = vectors[0].shape[1:]
     dtype = accumulation_dtype(rows.dtype)
@@ -213,7 +215,7 @@ def gradients_of_scores(
 
 
 def _has_kernel(rows: Tensor) -> bool:
-    """Whether the CPU kernel supports the call; not in a trace, where tensors have no address."""
+    """Returns whether the CPU kernel supports the call; not in a trace, where tensors have no address."""
     return rows.is_cpu and is_plain_eager(rows) and rows.numel() > 0 and rows.stride(1) == 1
 
 

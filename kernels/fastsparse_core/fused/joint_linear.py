@@ -15,7 +15,7 @@ from fastsparse_core.ops._eager import is_plain_eager, is_plain_linear
 
 
 def may_be_cast(network: Any) -> bool:
-    """Whether a network's input may have the autocast dtype: autocast is off, or a linear map comes first."""
+    """True if a network's input may have the autocast dtype: autocast is off or a linear map comes first."""
     return not is_any_autocast_enabled() or first_linear(network)[0] is not None
 
 
@@ -36,15 +36,15 @@ def first_linear(network: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def joint_linear(x: Tensor, modules: Sequence[Any], kind: type[nn.Module] = nn.Linear) -> tuple[Tensor, ...]:
-    r"""Results of linear layers on the same features.
+    r"""Computes the results of several linear layers on the same features.
 
     .. math::
         [\mathbf{y}_1 \Vert \dots \Vert \mathbf{y}_m] = \mathbf{x} \,
         [\mathbf{W}_1^{\top} \Vert \dots \Vert \mathbf{W}_m^{\top}] + [\mathbf{b}_1 \Vert \dots \Vert
         \mathbf{b}_m]
 
-    The forward pass is one product and the backward pass two products, instead of as many per layer, and the
-    layers' gradients of the features need not be added. The results equal those of the layers up to rounding.
+    The forward pass takes one product and the backward pass two, for all layers together instead of for each
+    layer. Gradients of the features need not be added. The results equal those of the layers up to rounding.
     Layers that cannot be joined (with hooks, of another class, or if only some have a bias) are called one by
     one.
 
@@ -79,7 +79,8 @@ def add_linear(
     .. math::
         \mathbf{y} + \sum_k \mathbf{x}_k \, \mathbf{W}_k^{\top}
 
-    That saves writing and reading matrices of the result's size. The result equals the sum up to rounding.
+    Adding in place saves writing and reading matrices of the result's size. The result equals the sum up to
+    rounding.
 
     Args:
         out: (N, width of the layers), a result without other references that no backward pass needs.

@@ -23,8 +23,8 @@ def linear_before_sum(
 ) -> Tensor:
     """``torch.nn.functional.linear``, but rows with a gradient of 0 do not change the weight's gradient.
 
-    So NaN or infinity in the features of a node without outgoing edges does not affect that gradient, as in
-    the original layer, which sums first (`weight_gradient`).
+    So NaN or infinity in the features of a node without outgoing edges does not affect the weight's gradient.
+    The original layer, which sums first, behaves the same (`weight_gradient`).
 
     Args:
         x: features (..., F).

@@ -44,11 +44,11 @@ def aggregate_cbsr(
     Args:
         adj: structure (num_dst, num_src).
         cbsr: sparse features (num_src, D).
-        transform: function of the aggregated features (num_dst, D) and the sparse features. It runs again in
-            the backward pass. So it must not use random numbers or run hooks, and it may use only its
-            arguments, ``weight`` and constants: edits of other tensors would not be detected.
-        weight: the weight that ``transform`` uses. If the features have a gradient, it must not be edited
-            before the backward pass, as with a linear layer.
+        transform: function of the aggregated features (num_dst, D) and the sparse features. The function runs
+            again in the backward pass, so it must not use random numbers or run hooks. It may use only its
+            arguments, ``weight`` and constants, because edits of other tensors would not be detected.
+        weight: the weight that ``transform`` uses. If the features have a gradient, callers must not edit the
+            weight before the backward pass, as with a linear layer.
         value: edge values as in :func:`fastsparse_core.ssd`.
         reduce: ``"sum"`` or ``"mean"``.
         scale_dst: constant factors of the rows, (num_dst,); None: 1.
@@ -72,7 +72,7 @@ def aggregate_cbsr(
 
 
 def densifies(values: Tensor, k: int, width: int) -> bool:
-    """Whether a layer on dense activations is faster, by the rule for ``algorithm="auto"`` of :func:`ssd`.
+    """True if a layer on dense activations is faster, by the rule for ``algorithm="auto"`` of :func:`ssd`.
 
     If `ssd` would convert the sparse rows to dense ones first, sparse rows should not be created. The dense
     layer aggregates once per pass, and can apply its linear map before or after the aggregation.
@@ -96,15 +96,15 @@ def can_maxk_linear(
     *,
     out_by_in: bool,
 ) -> bool:
-    """Whether :func:`maxk_linear` supports a call: plain matrices, outside of traces.
+    """Returns whether :func:`maxk_linear` supports a call: plain matrices, outside of traces.
 
     Args:
         adj: structure.
         cbsr: sparse features of the sources.
-        weight: multiplied by the aggregated neighbours.
+        weight: weight of the aggregated neighbours.
         bias: bias of the result, or None.
-        root_weight: multiplied by the destinations, which are the first sources; or None.
-        out_by_in: as for :func:`maxk_linear`.
+        root_weight: weight of the destinations, which are the first sources; or None.
+        out_by_in: whether weights are (out width, in width).
     """
     values, device = cbsr.values, cbsr.values.device
     if not (
@@ -147,7 +147,7 @@ class _Aggregation(NamedTuple):
     dtype: torch.dtype
 
     def sums(self, values: Tensor, ids: Tensor, value: Tensor | None, once: bool = True) -> Tensor:
-        """The aggregated rows (num_dst, width), by the kernel, or by the operator unless ``once``."""
+        """The aggregated rows (num_dst, width); unless ``once``, computed by the differentiable operator."""
         adj = self.adj
         factors = (value, self.scale_dst, self.scale_src, None)
         place = (adj.num_dst, adj, False, self.algorithm)
@@ -155,7 +155,7 @@ class _Aggregation(NamedTuple):
         return out
 
     def roots(self, values: Tensor, ids: Tensor, once: bool = True) -> Tensor:
-        """The destinations' own rows (num_dst, width), by the kernel, or by the operator unless ``once``."""
+        """The destinations' rows (num_dst, width); unless ``once``, by the differentiable operator."""
         num_dst = self.adj.num_dst
         dense = to_dense_op.kernel if once else to_dense_op
         out: Tensor = dense(values[:num_dst], ids[:num_dst], self.width)
@@ -224,7 +224,7 @@ def _aggregate(
     root_weight: Tensor | None,
     ids: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The result, and the aggregated rows."""
+    """Computes the result (num_dst, out width) and the aggregated rows (num_dst, in width)."""
     sums, by_in = how.sums(values, ids, value), how.by_in(weight)
     out = torch.mm(sums, by_in) if bias is None else torch.addmm(bias.to(how.dtype), sums, by_in)
     if root_weight is not None:
@@ -297,7 +297,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _add_roots(grad_values: Tensor, grad_roots: Tensor, ids: Tensor, once: bool) -> Tensor:
-    """Adds the kept columns of the destinations' gradients to those of the first sources."""
+    """Adds the kept columns of the destinations' gradients to the gradients of the first sources."""
     if once:
         grad_values[: ids.size(0)] += gather_op(grad_roots, ids)
         return grad_values

@@ -96,7 +96,7 @@ def node_parts(x: Tensor, matrix: Tensor, bias: Tensor | None, num_own: int) -> 
     Args:
         x: (N, F).
         matrix: the maps.
-        bias: their biases.
+        bias: biases of the maps.
         num_own: number of features of the update in all towers together.
     """
     if matrix.dim() == 2:
@@ -134,7 +134,7 @@ def scaled_aggregation(
         of: the aggregations.
         x: (N, F).
         matrix: :math:`\mathbf{P}, \mathbf{Q}, \mathbf{V}` of all towers, from `joined_maps`.
-        bias: their biases.
+        bias: biases of these maps.
         edges: features (num_values, A) and :math:`\mathbf{R}`, (towers * width, A), or None.
         weights: :math:`\mathbf{U}` of every tower, (out width, K * width).
 

@@ -1,4 +1,4 @@
-"""Repeated products (SG, TAG, APPNP), sums of edge features, GCN's weights, each in one autograd node."""
+"""Repeated products (SG, TAG, APPNP), sums of edge features, and GCN's weights, in one autograd node each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Steps(NamedTuple):
         scale_dst: constant factor of every row, in the accumulation dtype, or None.
         scale_src: constant factor of every column, in the accumulation dtype, or None.
         algorithm: algorithm of the products.
-        alpha: weight of the terms; None: they are added without weights.
+        alpha: weight of the terms; None: terms and products are added without weights.
     """
 
     adj: Adjacency

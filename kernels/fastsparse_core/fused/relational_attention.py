@@ -172,7 +172,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The same gradients, by operators with gradients of their own."""
+    """Computes the same gradients by differentiable operators."""
     adj = ctx.call.adj
 
     def compute(*given: Tensor) -> Tensor:

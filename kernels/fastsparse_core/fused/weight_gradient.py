@@ -54,7 +54,7 @@ def weight_gradient(
     left, right = (grad.t(), features) if out_by_in else (features.t(), grad)
     product = torch.mm(left, right) if left.dtype == dtype else product_in(left, right, dtype)
     if not is_cuda and math.isfinite(product.sum(dtype=None if dtype != torch.float16 else torch.float32)):
-        return product  # otherwise it is computed again, also if only the sum overflowed
+        return product  # if it is not finite, it is computed again, even if only the sum has overflowed
     width = grad.shape[1] if part_width is None else part_width
     by_row = product if out_by_in else product.t()
     if is_cuda:

@@ -27,8 +27,8 @@ class EdgeEnd:
     Args:
         adj: the edges' structure.
         edges: nodes at both ends, (2, num_edges).
-        row: the row of ``edges`` with this end, 0 or 1.
-        is_dst: whether this end has the destinations.
+        row: the row of ``edges`` that has the nodes of this end, 0 or 1.
+        is_dst: whether the nodes of this end are the destinations.
 
     Attributes:
         num_nodes: number of nodes at this end.
@@ -48,7 +48,7 @@ class EdgeEnd:
 
     def __init__(self, adj: Adjacency, edges: Tensor, row: int, is_dst: bool) -> None:
         self._adj, self._edges, self._row, self._is_dst = adj, edges, row, is_dst
-        # A trace cannot read whether a tensor counts its versions.
+        # Traced code cannot read whether a tensor counts its versions.
         is_counted = not (torch.compiler.is_compiling() or edges.is_inference())
         self._version = edges._version if is_counted else None
         self._index: Tensor | None = None
@@ -56,12 +56,12 @@ class EdgeEnd:
         self.num_edges = edges.size(1)
 
     def is_current(self) -> bool:
-        """Whether the edges have not been written to since this object was made."""
+        """True if the edges have not been written to since this object was made."""
         return self._version is None or self._edges._version == self._version
 
     @property
     def rows(self) -> Adjacency:
-        """The structure whose rows are these nodes."""
+        """The structure whose rows are the nodes of this end."""
         return self._adj if self._is_dst else self._adj.t()
 
     @property
@@ -77,7 +77,7 @@ class EdgeEnd:
 
 
 def gather(x: Tensor, end: EdgeEnd, dim: int = 0) -> Tensor:
-    """Gathers each edge's row of ``x``. The gradient is :func:`reduce`, so it is deterministic."""
+    """Gathers each edge's row of ``x``. The gradient is a sum without atomics, so it is deterministic."""
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     if not x.is_floating_point() or (dim % x.dim() and not needs_grad):
         return x.index_select(dim, end.index)
@@ -102,7 +102,7 @@ def reduce(messages: Tensor, end: EdgeEnd, how: str, dim: int = 0) -> Tensor:
 
 
 def fits_softmax(src: Any, end: EdgeEnd, dim: int = 0) -> bool:
-    """Whether :func:`softmax_of_edges` supports a tensor."""
+    """Returns whether :func:`softmax_of_edges` supports a tensor."""
     return (
         type(src) is Tensor
         and src.is_floating_point()

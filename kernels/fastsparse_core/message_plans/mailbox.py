@@ -39,16 +39,16 @@ from fastsparse_core.message_plans.plan import (
 from fastsparse_core.message_plans.terms import Edges
 from fastsparse_core.message_plans.trace import Untraceable
 
-#: Number of nodes in the meta tensors from which shapes are inferred. A dimension of this size is taken to be
-#: the nodes, so it is a number that other dimensions are unlikely to have.
+#: Number of nodes in the meta tensors from which shapes are inferred. Every dimension of this size counts as
+#: the dimension of the nodes, so the number is one that other dimensions are unlikely to have.
 _NODES = 999_983
 
 
-# ---------------------------------------------------------------- what functions are called with
+# ---------------------------------------------------------------- symbolic arguments of functions
 
 
 class Fields:
-    """Symbols for the features of a batch, made at the first read; ``is_writable`` allows assignments."""
+    """Symbols for the features of a batch, made when read first; ``is_writable`` allows assignments."""
 
     __slots__ = ("_is_writable", "_known", "_place", "_tracer", "written")
 
@@ -146,8 +146,8 @@ class _Rows:
     """One row per destination.
 
     Attributes:
-        meta: tensor with its dtype and shape.
-        node: node of the plan's graph.
+        meta: meta tensor with the dtype and shape of the rows.
+        node: node of the plan's graph that computes the rows.
         of: "all": all destinations; "zero": all, with 0 for destinations without edges; "some": only
             destinations with edges.
     """
@@ -166,14 +166,14 @@ class _Extremum:
 
 @dataclass(eq=False)
 class _Shape:
-    """Sizes of messages."""
+    """Shape of messages, as the traced function reads it."""
 
     mail: _Mail
 
 
 @dataclass(eq=False)
 class _Degree:
-    """Number of messages of a node."""
+    """Number of messages of every node, as the traced function reads it."""
 
 
 #: Elementwise functions of one tensor and numbers.
@@ -258,14 +258,14 @@ class MailboxPlanner(Planner):
     def _reduced(self, value: Any, how: str) -> Node:
         if how in ("sum", "mean"):
             return super()._reduced(value, how)
-        # If messages are equal, the first one gets the gradient; kernels that store no messages cannot find
-        # it.
+        # If messages are equal, the first one gets the gradient. Kernels that store no messages do not know
+        # which message is the first.
         return self.call(self.reduce, (self.layer_node, self.found_node, self._at_edges(value), how))
 
     @staticmethod
     def _check(out: Any) -> None:
         if not all(_is_per_edge(value) for value in out.values()):
-            raise NoPlan("messages without a row per edge")
+            raise NoPlan("messages that do not have a row per edge")
 
     def _walk_mailbox(self, trace: Graph, messages: Mapping[str, Any]) -> Any:
         values: dict[Node, Any] = {}
@@ -393,7 +393,7 @@ class MailboxPlanner(Planner):
         return dim if dim < 0 else dim - 1
 
     def _aligned(self, item: Any, dims: int) -> Any:
-        """An operand in its form per edge, to be combined with messages of ``dims`` dimensions."""
+        """An operand as a value per edge, to be combined with messages of ``dims`` dimensions."""
         if isinstance(item, _Mail) and item.dims == dims:
             return item.value
         if isinstance(item, _Rows) and item.meta.dim() == dims and item.meta.size(1) == 1:

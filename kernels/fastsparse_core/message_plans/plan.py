@@ -1,4 +1,4 @@
-"""Plans a traced `message()` and its reduction: less work per edge, and the core's kernels if they fit.
+"""Plans a traced `message()` and its reduction, with less work per edge, and with kernels where possible.
 
 A linear map of a concatenation is split into one product per node for each end. A final linear map is applied
 after a sum or mean instead of before. Attention, gated and GINE messages use the core's kernels. The rest is
@@ -36,13 +36,13 @@ from fastsparse_core.ops._eager import is_plain_linear
 from fastsparse_core.ops._edge_kernels import OPERATORS
 from fastsparse_core.ops.edge_expression import HOW, can_generate
 
-#: Number of edges in the meta tensors from which shapes are inferred. A dimension of this size is taken to be
-#: the edges, so it is a number that other dimensions are unlikely to have.
+#: Number of edges in the meta tensors from which shapes are inferred. Every dimension of this size counts as
+#: the dimension of the edges, so the number is one that other dimensions are unlikely to have.
 _EDGES = 1_000_003
 #: Largest number of edge features that the kernels project themselves.
 _MOST_FEATURES = 32
-#: Time on the host of operators, in units of one launch of a PyTorch operator. FastSparse's operators and
-#: their gradients are called from Python.
+#: Host time of a FastSparse operator, of a softmax and of a reduction, in units of one call of a PyTorch
+#: operator. FastSparse's operators and their gradients take longer, because they are called from Python.
 _CALL, _SOFTMAX, _REDUCTION = 5, 8, 3
 _VIEWS = ("getitem", "view", "reshape", "expand", "unsqueeze", "squeeze", "flatten", "chunk", "split")
 #: Smallest number of features for which a generated kernel computes rows per edge, or several rows per node:
@@ -50,7 +50,7 @@ _VIEWS = ("getitem", "view", "reshape", "expand", "unsqueeze", "squeeze", "flatt
 _LEAST_WIDTH = 32
 #: Largest number of rows per node that one kernel computes.
 _MOST_ROWS = 8
-#: Largest number of plans kept per trace.
+#: Largest number of plans that are stored per trace.
 _MOST_PLANS = 16
 #: Reductions that a sparse product supports.
 PRODUCTS = ("sum", "mean", "max", "min")
@@ -69,10 +69,10 @@ class Plan(NamedTuple):
             attributes to set.
         names: names of the arguments.
         modules: paths of the used modules and parameters, each with the properties that the plan depends on.
-        gains: advantages over the original message, for reports.
+        gains: what the plan saves compared with the original message, for reports.
         stopped_by: the first operator that is still computed per edge; "" if there is none.
         dtypes: dtypes of the results under autocast, in the same tuples and dicts; None: no casts.
-        is_short: whether the plan takes less time on the host than the message per edge.
+        is_short: whether the plan takes less time on the host than computing the message per edge.
     """
 
     run: Callable[..., tuple[Any, dict[str, Any]]]
@@ -109,7 +109,7 @@ def by_plan(
         plans: plans of one trace, by key. Layers of one class may need several plans for one key.
         key: properties of the arguments that a plan depends on.
         layer: the layer.
-        found: the edges and arguments.
+        found: the edges and arguments of the call.
         make: function that makes a plan for this layer, or returns the reason why there is none.
     """
     known = plans.setdefault(key, [])
@@ -145,8 +145,9 @@ class _Value:
     """The planner's representation of a node of the trace.
 
     Attributes:
-        meta: a meta tensor with its dtype and shape, edges first; or the value itself if it is not a tensor.
-        made: the node of the plan's graph with the value per edge; None until it is made.
+        meta: a meta tensor with the dtype and shape of the value, edges first; or the value itself if it is
+            not a tensor.
+        made: the node of the plan's graph with the value per edge; None until this node is made.
     """
 
     meta: Any
@@ -167,7 +168,7 @@ class _Whole(_Value):
 
 
 class _Mapping(NamedTuple):
-    """The linear map that computed the edges' term of a sum."""
+    """The linear map that computed the edges' term of a sum, and its input."""
 
     features: Node
     weight: Node
@@ -200,8 +201,8 @@ class _Of(_Value):
     - joined (values): concatenated along the last dimension.
     - stacked (values): concatenated along the second dimension, which is not the last.
     - product, plus, quotient (two values; one may be a number).
-    - dot (two values; scale, bias): their product summed over the last dimension, times a number, plus a
-      bias.
+    - dot (two values; scale, bias): the product of both values summed over the last dimension, times a
+      number, plus a bias.
     - mapped (a value; function, its options): an elementwise function.
     - linear (a value; weight, bias): a linear map.
     - softmax (scores): softmax over the edges of a destination.
@@ -209,7 +210,7 @@ class _Of(_Value):
     - shaped (a value): another shape, edges first.
 
     Attributes:
-        is_shared: whether other values read it more than once.
+        is_shared: whether other values read this value more than once.
     """
 
     kind: str = ""
@@ -306,14 +307,14 @@ _SYNONYMS = {
 
 
 def _name_of(node: Node) -> str:
-    """One name for an operator, whether it is called as a function, a method or an operator of Python."""
+    """The name of an operator: the same for calls as a function, as a method and as a Python operator."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return _SYNONYMS.get(name, name)
 
 
 @contextlib.contextmanager
 def naming(node: Node) -> Iterator[None]:
-    """Within this context, a `NoPlan` without a reason, or any other error, names the operator."""
+    """Context in which errors become a `NoPlan` that names the operator, except a `NoPlan` with a reason."""
     try:
         yield
     except Exception as error:  # operators run on tensors without content, and may raise any error
@@ -337,7 +338,7 @@ def _likeness(module: Any) -> tuple[Any, ...]:
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether calling a module has no other effect than its formula: no hooks, no replaced `forward`."""
+    """True if calling a module has no other effect than its formula: no hooks, no replaced `forward`."""
     if isinstance(module, Tensor):
         return True
     state = vars(module)
@@ -361,8 +362,8 @@ class Planner:
 
         Args:
             layer: the layer whose method is planned.
-            found: the edges and arguments.
-            mixed: dtype of autocast; None if it is off.
+            found: the edges and arguments of the call.
+            mixed: dtype of autocast; None if autocast is off.
         """
         self.layer, self.found, self.mixed = layer, found, mixed
         self.graph = Graph()
@@ -394,7 +395,7 @@ class Planner:
                 raise NoPlan
         elif not isinstance(out, (_Sum, _Of)):
             raise NoPlan
-        # Made before the reduction, so that the reduction can use the values per edge.
+        # The values per edge are computed before the reduction, so that the reduction can use them.
         kept = {name: self._at_edges(values[node]) for name, node in (assigned or {}).items()}
         as_is = how in (PER_EDGE, OWN)
         plan = self._finished((_mapped(out, self._at_edges) if as_is else self._reduced(out, how), kept))
@@ -491,12 +492,12 @@ class Planner:
         return _Whole(self._meta(value), node=self.graph.create_node("get_attr", path))
 
     def _meta(self, x: Tensor, rows: int | None = None) -> Tensor:
-        """A meta tensor like an argument; under autocast it is float32, because only its shape is used."""
+        """A meta tensor like an argument; under autocast it is float32, because only the shape matters."""
         meta = _meta(x, rows)
         return meta.float() if self.mixed is not None and x.is_floating_point() else meta
 
     def without_edges(self, graph: Graph, mail: Mapping[str, Tensor] | None = None) -> dict[Node, Any]:
-        """Runs a trace without edges, to find the dtypes of all nodes under autocast.
+        """Runs a trace on tensors without edges, to find the dtypes of all nodes under autocast.
 
         Autocast's rules depend on the operator and the device, so the trace is really run. Only modules that
         are known to have no state are called.
@@ -965,7 +966,7 @@ class Planner:
         """The rows that a value has per edge, as values of one row each.
 
         Raises:
-            NoPlan: it cannot be taken apart.
+            NoPlan: the value cannot be split into rows.
         """
         if _is(x, "joined") or _is(x, "stacked"):
             return [row for part in x.parts for row in self._rows_of(part)]
@@ -979,7 +980,7 @@ class Planner:
         """Entry ``n`` of a value's second dimension, which may be broadcast.
 
         Raises:
-            NoPlan: it cannot be taken apart.
+            NoPlan: the value cannot be split into entries.
         """
         if not isinstance(x, _Value) or not isinstance(x.meta, Tensor):
             return x
@@ -1022,7 +1023,7 @@ class Planner:
         raise NoPlan
 
     def _once(self, target: Any, *args: Any) -> Node:
-        """A call of a function, or of a method given by name. Equal calls share one node."""
+        """Adds a call of a function, or of a method given by name. Equal calls share one node."""
         known = (node for node in self.graph.nodes if node.target == target and node.args == args)
         return next(known, None) or (self.method if isinstance(target, str) else self.call)(target, args)
 
@@ -1120,7 +1121,8 @@ class Planner:
         if made is None and self.generates and how in HOW:
             is_one_row = len(value.row) == 1 and not _is(value, "joined")
             made = (self._generated if is_one_row else self._generated_rows)(value, how)
-        reduce = Planner.reduce if self.how == OWN else self.reduce  # the layer's would be its own
+        # A method that reduces its messages itself replaces the layer's reduction.
+        reduce = Planner.reduce if self.how == OWN else self.reduce
         return made or self.call(reduce, (self.layer_node, self.found_node, self._at_edges(value), how))
 
     @staticmethod
@@ -1145,7 +1147,7 @@ class Planner:
         return self.call(terms.by_expression, operands)
 
     def _generated_rows(self, value: Any, how: str) -> Node | None:
-        """One kernel for several rows per node."""
+        """One generated kernel that computes several rows per node; None if no kernel fits."""
         if value.made is not None or how not in ("sum", "mean"):
             return None
         try:
@@ -1182,7 +1184,7 @@ class Planner:
         if isinstance(value, _Of) and value.kind in _PAIRS:
             return (_PAIRS[value.kind][1], *[self._expression(part, leaves) for part in value.parts])
         if _is(value, "linear") and value.options[1] and value.row == (leaves.width,) and value.made is None:
-            weight, bias = value.options  # the kernel adds the bias, and so sums its gradient
+            weight, bias = value.options  # the kernel adds the bias, so that it also sums the bias's gradient
             map_ = self.call(F.linear, (self._at_edges(value.parts[0]), weight))
             return ("add", leaves.add("edge", map_), leaves.add("whole", bias))
         if not isinstance(value, _Sum) or value.row not in ((leaves.width,), (1,)):
@@ -1264,9 +1266,11 @@ class Planner:
         if not _share_features(mappings):
             return None
         if not self.found.dst.index.is_cuda and (mappings or gates.is_shared):
-            return None  # shared gates are computed anyway; for mapped edge features the CPU kernel is slower
+            # Gates that other values read are stored anyway. For mapped edge features, the CPU kernel is
+            # slower.
+            return None
         if self.generates and mappings:
-            return None  # ogbn-arxiv on an H100: gated_aggregate takes 11 ms, a generated kernel 8 ms
+            return None  # on ogbn-arxiv (H100), gated_aggregate takes 11 ms and a generated kernel 8 ms
         weights = [x.mapping.weight if x.mapping is not None else None for x in both]
         edge = (mappings[0].features, *weights) if mappings else (None, None, None)  # type: ignore[union-attr]
         operands = (both[0].dst, both[0].src, both[1].src, *edge)
@@ -1357,7 +1361,7 @@ class _Leaves:
         self.nodes: list[Any] = []
 
     def add(self, place: str, node: Any) -> tuple[str, int]:
-        """The leaf for a node of the plan's graph; a new one if the node has none yet."""
+        """Returns the leaf for a node of the plan's graph; adds a new leaf if the node has none yet."""
         for n, known in enumerate(zip(self.places, self.nodes, strict=True)):
             if known == (place, node):
                 return ("leaf", n)
@@ -1376,12 +1380,12 @@ class _Leaves:
 
 
 def _has_kernel(name: str, *options: Any) -> bool:
-    """Whether generated kernels support an elementwise function with these options."""
+    """Returns whether generated kernels support an elementwise function with the given options."""
     return name in OPERATORS and (name != "softplus" or options == (1.0, 20.0))
 
 
 def _share_features(mappings: Sequence[_Mapping | None]) -> bool:
-    """Whether a kernel can project the edge features: few features, and the same ones for all maps."""
+    """True if a kernel can project the edge features: there are few, and all maps have the same input."""
     known = [mapping for mapping in mappings if mapping is not None and mapping.width <= _MOST_FEATURES]
     return len(known) == len(mappings) and len({mapping.features for mapping in known}) <= 1
 

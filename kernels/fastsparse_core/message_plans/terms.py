@@ -41,7 +41,7 @@ class Edges(Protocol):
     special: dict[str, Any]
 
     def placed(self, name: str) -> tuple[Any, str]:
-        """An argument before gathering, and what its rows belong to: "dst", "src", "edge" or ""."""
+        """An argument before gathering, and the owners of its rows: "dst", "src", "edge" or "" (none)."""
 
     def __getitem__(self, name: str, /) -> Any:
         """An argument gathered per edge, or one of ``special``."""
@@ -60,7 +60,7 @@ def per_edge(found: Edges, dst: Tensor | None, src: Tensor | None, edge: Tensor 
 def reduce_terms(
     found: Edges, dst: Tensor | None, src: Tensor | None, edge: Tensor | None, how: str
 ) -> Tensor:
-    """Reduces the sum of terms, term by term; not possible for extrema with a term of edges."""
+    """Reduces the sum of terms, term by term; callers must not use it for extrema with a term of edges."""
     totals: list[Tensor] = []
     if src is not None:
         totals.append(weighted(found, None, src, 1, how))
@@ -134,7 +134,7 @@ def by_additive_attention(
     p: float,
     heads: int,
 ) -> Tensor:
-    """GAT's attention; the terms are those of the scores."""
+    """GAT's attention; the terms ``dst``, ``src`` and ``edge`` add up to the scores."""
     score_dst = _zeros(found.dst, v, heads) if dst is None else dst.reshape(-1, heads)
     score_src = _zeros(found.src, v, heads) if src is None else src.reshape(-1, heads)
     bias = None if edge is None else edge.reshape(-1, heads)
@@ -171,7 +171,7 @@ def by_attention_layer(
 
 
 def _without_isolated(adj: Adjacency, x: Tensor) -> Tensor:
-    """The rows with 0 for nodes without edges, so that a NaN in them cannot reach the vectors' gradients."""
+    """Sets the rows of nodes without edges to 0, so that a NaN there cannot reach the vectors' gradients."""
     if not adj.has_empty_rows():
         return x
     find = lambda: adj.is_empty_row() & (adj.out_degree() == 0)  # noqa: E731
@@ -332,7 +332,7 @@ def _adjacency(found: Edges) -> Adjacency:
 
 
 def _times(end: EdgeEnd, like: Tensor, how: str) -> Tensor:
-    """Factor of a destination's own term: the degree for a sum, otherwise 1 (0 without edges)."""
+    """Number of times that a reduction counts a constant: the degree for a sum, else 1 (0 without edges)."""
     degree = end.rows.in_degree().view(-1, *[1] * (like.dim() - 1))
     return (degree if how == "sum" else degree > 0).to(like.dtype)
 

@@ -1,7 +1,8 @@
 """Traces a layer's method, or a function, to a graph, if it has no effects besides its result.
 
-The body is run on symbols. Before, the names that it reads are checked. Attributes of the layer that it reads
-become guards of the trace. Bodies with branches on data, in-place writes or side effects are rejected.
+The names that the body reads are checked first; then the body runs on symbols. Attributes of the layer that
+the body reads become guards of the trace. Bodies with branches on data, in-place writes or side effects are
+rejected.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from torch.fx import Graph, Node, Proxy
 
 from fastsparse_core.replacement import original_of
 
-#: Modules whose functions a trace records, by the names that a body may use.
+#: Modules that a body may use, because a trace records the calls of their functions.
 _MODULES = (torch, F, math)
 _BUILTINS = (hasattr,)
-#: Instructions that a traced body must not have, because it then does more than compute.
+#: Instructions that a traced body must not have, because their effects go beyond computing a result.
 _FORBIDDEN = (
     "STORE_GLOBAL",
     "DELETE_GLOBAL",
@@ -70,7 +71,7 @@ class _Globals(NamedTuple):
     values: dict[str, Any]
 
     def hold(self) -> bool:
-        """Whether the numbers have not changed."""
+        """Returns whether the numbers have not changed."""
         return all(_is_same(self.namespace.get(name, ABSENT), value) for name, value in self.values.items())
 
 
@@ -112,7 +113,7 @@ def trace(
         layer: the layer whose attributes the body reads.
         original: the layer's class.
         body: the function.
-        guards: is filled with the attributes that the body reads, and their values.
+        guards: a dictionary to which the attributes that the body reads are added, with their values.
         concrete: arguments that are None.
         functions: functions other than PyTorch's that the body may call; each call is one step of the graph,
             also if `enable()` has replaced the function.
@@ -141,8 +142,8 @@ class Function(NamedTuple):
     Attributes:
         body: the function, or the function of a method.
         layer: the module of a method, or a module in the function's closure; None: there is none.
-        is_method: whether it is a method.
-        captured: all other objects in its closure, by name.
+        is_method: whether the function is a method.
+        captured: all other objects in the function's closure, by name.
     """
 
     body: Any
@@ -193,9 +194,9 @@ def trace_function(
 
     Args:
         function: the function.
-        guards: is filled with the attributes of its module that it reads, and their values.
-        argument: makes the symbol of its argument.
-        place: first part of the names of tensors in its closure.
+        guards: a dictionary to which the attributes that the function reads are added, with their values.
+        argument: makes the symbol of the function's argument.
+        place: first part of the names of tensors in the function's closure.
 
     Raises:
         Untraceable: the body may have effects besides its result.
@@ -289,7 +290,7 @@ def _assigned(probe: Any, state: dict[str, Any]) -> dict[str, Node]:
 
 
 def holds(guards: Mapping[str, Any], layer: Any) -> bool:
-    """Whether a layer's attributes are those that a trace has read."""
+    """Returns whether the attributes that a trace has read still have the same values in a layer."""
     for name, expected in guards.items():
         if isinstance(expected, _Globals):
             if not expected.hold():
@@ -305,12 +306,12 @@ def holds(guards: Mapping[str, Any], layer: Any) -> bool:
     return True
 
 
-#: Functions whose results have no other references.
+#: Functions whose results are new tensors without other references, so that writing to them is allowed.
 _FRESH = ("linear", "add", "sub", "mul", "truediv", "div", "cat", "matmul", "neg")
 
 
 def _writes_in_place(node: Node, layer: Any) -> bool:
-    """Whether a call writes into a tensor that is also used elsewhere."""
+    """Returns whether a call writes into a tensor that is also used elsewhere."""
     if node.kwargs.get("out") is not None:
         return True
     if node.op == "call_module":

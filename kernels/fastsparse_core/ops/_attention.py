@@ -34,13 +34,13 @@ from fastsparse_core.ops._registration import FusedOperator
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Largest width of a head: one warp computes it, and from CSR each of its 32 lanes has 8 features.
+#: Largest width of a head. One warp computes a head; in the CSR kernels, each of its 32 lanes has 8 features.
 MAX_HEAD_WIDTH = 256
 #: Largest number of features of all heads together, with blocks and with CSR: a grid of at most 65,535 thread
 #: blocks combines the sums of slices, 128 or 32 features per thread block.
 MAX_WIDTH_ON_BLOCKS, MAX_WIDTH = 128 * 65_535, 32 * 65_535
-#: Largest number of edge features, for dot products and for GATv2. Each of a head's 32 lanes has space for
-#: 16. More features of GATv2 are projected to stored rows.
+#: Largest number of edge features, for dot products and for GATv2. In dot products, each of the 32 lanes of a
+#: head has space for 16 features. If GATv2 has more features, they are projected to a stored row per edge.
 MOST_FEATURES, MOST_GATV2_FEATURES = 512, 32
 
 
@@ -72,7 +72,7 @@ def run(adj: Adjacency, call: Call, plan: tuple[Any, ...]) -> Tensor:
 
 
 def is_plain_call(adj: Adjacency, dropout_p: float, *matrices: Tensor) -> bool:
-    """Whether a call has plain matrices on the structure's device, no dropout and no autocast."""
+    """Returns whether a call has plain matrices on the structure's device, no dropout and no autocast."""
     if (
         not is_plain_eager(matrices[-2])
         or type(adj) is not Adjacency
@@ -118,7 +118,7 @@ def unsupported_reason(
     scale: float = 0.0,
     edge_width: int | None = None,
 ) -> str:
-    """Why CUDA's CSR kernels do not support a call or its backward pass; "" if they do.
+    """Returns why CUDA's CSR kernels do not support a call or its backward pass; "" if they do.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -149,7 +149,7 @@ def unsupported_reason(
 
 
 def blocks_unsupported_reason(adj: Adjacency, dtype: torch.dtype, widths: Iterable[int], heads: int) -> str:
-    """Why the kernels of dot products on blocks do not support a call or its backward pass; "" if they do.
+    """Returns why dot-product kernels on blocks do not support a call or its backward pass; "" if they do.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -205,14 +205,14 @@ def _kernel_of(adj: Adjacency, call: Call, drawn: str) -> str:
     widths = call.dst.size(1), call.src.size(1), v.size(1)
     if widths[0] != widths[2]:
         no_csr = f"v has {widths[2]} features, q has {widths[0]}"
-    if adj.is_padded:  # its edges change between replays, which cannot build blocks
+    if adj.is_padded:  # edges of a padded structure change between replays, and a replay cannot build blocks
         return "unfused" if no_csr else "csr"
     if algorithm == "unfused":
         return algorithm
     no_blocks = blocks_unsupported_reason(adj, v.dtype, widths, heads)
     if torch.compiler.is_compiling():
-        # A trace does not count uses, because torch.compile would compile again for every count. The operator
-        # builds the blocks when it runs.
+        # Traced code does not count uses, because torch.compile would compile again for every count. The
+        # operator builds the blocks when it runs.
         facts = policy.Facts(True, *adj.shape, adj.num_edges, converted=True)
         return policy.dot_product_algorithm(facts, algorithm, no_blocks, no_csr).algorithm
     operands = (call.dst, call.src, v) if call.bias is None else (call.dst, call.src, v, call.bias)
@@ -277,7 +277,7 @@ def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _reads_out(*arguments: Any) -> bool:
-    """Whether gradients need the result. The CPU's and GAT's kernels compute <grad, out> per entry."""
+    """True if gradients need the result. The CPU's and GAT's kernels compute <grad, out> from the entries."""
     return arguments[1].is_cuda and arguments[_KIND] != ADDITIVE
 
 

@@ -181,7 +181,7 @@ def _check_number(name: str, number: float) -> float:
 
 
 def drawn_by_replays(dropout_p: float) -> str:
-    """Why the kernels cannot drop weights; "" if they can. In recorded steps, the host's seed is constant."""
+    """Returns why kernels cannot drop weights, or "": in recorded steps, the host's seed is constant."""
     return "dropout in a recorded step" if dropout_p and recorded.current() is not None else ""
 
 

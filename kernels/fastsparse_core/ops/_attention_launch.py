@@ -1,16 +1,16 @@
 r"""Launches the kernels of attention, forward and backward, on the CPU and on CUDA.
 
 The CPU has one kernel for all calls. CUDA has three families of kernels: dot products from binary sparse
-blocks; GAT and GATv2 from CSR; and kernels that read numbers of edges from CSR, for dot products and for
-GATv2 with edge features.
+blocks; GAT and GATv2 from CSR; and kernels that can also read a bias or features of the edges, for dot
+products from CSR and for GATv2 with edge features.
 
 For dot products with edge features, let :math:`W_h` be the rows of the edges' linear layer that belong to
 head h. Then :math:`\langle q_i, W_h a_{ij} \rangle = \langle W_h^\top q_i, a_{ij} \rangle` and
 :math:`\sum_j w_{ij} W_h a_{ij} = W_h \sum_j w_{ij} a_{ij}`. So both products with :math:`W` have a row per
 node instead of a row per edge. CUDA stores :math:`\sum_j w_{ij} a_{ij}`, (num_dst, heads, A), for the
-gradient of :math:`W`. GATv2 has :math:`W a_{ij}` inside the leaky ReLU, so its kernels compute it for every
-edge, without storing it. Both backward passes store two numbers per edge and head; GATv2's on CUDA also
-stores a bit per feature.
+gradient of :math:`W`. In GATv2, :math:`W a_{ij}` is part of the argument of the leaky ReLU, so the kernels
+compute this product for every edge, without storing it. Both backward passes store two numbers per edge and
+head; on CUDA, the backward pass of GATv2 also stores a bit per feature.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 # AttentionScore in kernels/include/fastsparse/views.h.
 DOT_PRODUCT, ADDITIVE, GATV2 = 0, 1, 2
-#: Bytes per load. Rows and heads start at multiples of this.
+#: Number of bytes per load. Rows and heads start at multiples of this number.
 LOAD_BYTES = 16
 #: Number of lane groups in the row pass of GATv2's backward kernel. Each group has its own sum for the
-#: gradient of ``att``. A group gets about 8 slices, but there are enough groups to fill the GPU, and not more
-#: than needed to balance the load.
+#: gradient of ``att``. A group gets about 8 slices. The limits ensure that there are enough groups to fill
+#: the GPU, and not more than needed to balance the load.
 _LEAST_GROUPS, _MOST_GROUPS = 8192, 32768
 #: Largest number of lane groups per thread block; the number of groups is a multiple of this.
 _GROUPS_PER_BLOCK = 32
@@ -58,7 +58,7 @@ _PART_ROWS = 128
 
 
 def default_scale(width: int) -> float:
-    """The default factor of dot products, one over the root of the width, in one place for equal rounding."""
+    """The default factor of dot products, ``1 / sqrt(width)``; all callers use it, so they round equally."""
     return 1 / math.sqrt(width) if width else 1.0
 
 
@@ -109,16 +109,17 @@ class Call(NamedTuple):
 
     @property
     def on_blocks(self) -> bool:
-        """Whether the CUDA kernel reads binary sparse blocks; then the log-sum-exp is float64."""
+        """True if the CUDA kernel reads binary sparse blocks; then the log-sum-exp is float64."""
         return self.kind == DOT_PRODUCT and self.edge is None and self.algorithm == "fused3s"
 
 
-#: Result; log-sum-exp of every row and head; for dot products from CSR on CUDA, the sums of edge features.
+#: The result; the log-sum-exp of every row and head; and for dot products from CSR on CUDA, the sums of edge
+#: features.
 Results = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Gradients(NamedTuple):
-    """Gradients of a call's tensors. For GATv2, the gradient of the values is part of that of ``src``."""
+    """Gradients of a call's tensors; for GATv2, the gradient of the values is part of the one of ``src``."""
 
     dst: Tensor
     src: Tensor
@@ -130,7 +131,7 @@ class Gradients(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Whether to compute the gradients that take additional time."""
+    """Flags that tell whether to compute the gradients that take additional time."""
 
     edge: bool = False
     edge_weight: bool = False
@@ -238,7 +239,7 @@ def _backward_on_cpu(adj: Adjacency, call: Call, grad: Tensor, lse: Tensor, want
 
 
 def aligned(x: Tensor) -> Tensor:
-    """The matrix, or a copy whose rows start at multiples of 16 bytes; its width must be such a multiple."""
+    """The matrix, or a copy whose rows start at multiples of 16 bytes; rows must be multiples of 16 bytes."""
     x = unit_stride(x)
     if x.data_ptr() % LOAD_BYTES or x.stride(0) * x.element_size() % LOAD_BYTES:
         return x.clone(memory_format=torch.contiguous_format)
@@ -254,7 +255,7 @@ def _padded(x: Tensor, heads: int) -> Tensor:
 
 
 def _unpadded(x: Tensor, heads: int, width: int) -> Tensor:
-    """Removes the padding of heads; ``width``: features of all heads. Not a view, so it can be edited."""
+    """Removes the padding of heads; ``width``: features of all heads. Never a view: callers may edit it."""
     if x.size(1) == width:
         return x
     narrow = x.unflatten(1, (heads, -1))[:, :, : width // heads].flatten(1)
@@ -426,7 +427,7 @@ def _gatv2_backward(adj: Adjacency, call: Call, grad: Tensor, out: Tensor, lse: 
 
 
 def _att_rows(adj: Adjacency) -> int:
-    """Number of rows of the partial gradient of ``att``. Sorts slices: their order must not change later."""
+    """Number of rows of the partial gradient of ``att``. Sorts slices, whose order must not change later."""
     if not torch.cuda.is_current_stream_capturing():
         adj.sort_slices()
     return att_rows_of(adj.row_split.slices.size(0))
@@ -545,7 +546,7 @@ def _backward_with_edges(
     else:
         assert out_edge is not None
         lanes = _head_lanes(head_width, edge_width)
-        # An empty tensor has no address, and the kernel takes a missing address as "no sums".
+        # An empty tensor has no address, and without an address the kernel computes no sums.
         if v.numel() and scatters(adj, algorithm, v.dtype, None):
             sums = torch.zeros(2, *v.shape, dtype=lse.dtype, device=v.device)
         grad_v = v.new_empty(v.shape if sums is None else 0)
@@ -602,7 +603,7 @@ def _weight_gradient(
 ) -> Tensor:
     """``sum_i x_i,h e_i,h^T + y_i,h f_i,h^T``, (heads * D, A), of x, y (n, heads * D) and e, f (n, heads, A).
 
-    Only rows that have entries are summed, because the others may have NaN.
+    Only rows that have entries are summed, because other rows may contain NaN.
     """
     num_rows, width, edge_width = *x.shape, x_edge.size(2)
     if not edge_width:
@@ -623,7 +624,7 @@ def _features_workspace(adj: Adjacency, like: Tensor, heads: int, lanes: int, ed
     while per_group < heads and per_group * lanes < 32:
         per_group *= 2
     parts = -(-heads // per_group)
-    # With one part, there is nothing to add up.
+    # A single part is the result, so it has the dtype of the result.
     dtype = like.dtype if parts == 1 else accumulation_dtype(like.dtype)
     return edge_workspace(adj, parts, adj.num_values, edge_width, dtype=dtype)
 

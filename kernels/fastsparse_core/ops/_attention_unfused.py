@@ -139,7 +139,7 @@ def weighted_sum(adj: Adjacency, weight: Tensor, v: Tensor) -> Tensor:
 
 
 def with_heads(x: Tensor, heads: int) -> Tensor:
-    """Features as (n, heads, D), given as (n, heads, D) or (n, heads * D)."""
+    """Reshapes features (n, heads * D) to (n, heads, D); returns three-dimensional features unchanged."""
     return x.unflatten(1, (heads, x.size(1) // max(heads, 1))) if x.dim() == 2 else x
 
 

@@ -13,7 +13,7 @@ from fastsparse_core.ops._operands import written_out
 #: Dtypes that autocast casts.
 CAST = (torch.float32, torch.bfloat16, torch.float16)
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-#: Whether products of 16-bit matrices give float32 without a cast (torch 2.8 and later, on CUDA).
+#: True if products of 16-bit matrices can return float32 without a cast (torch 2.8 and later, on CUDA).
 _GIVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()
 
 
@@ -38,16 +38,16 @@ class Uncast(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, multiplied: Tensor) -> Uncast | None:
-        """The weight, if ``multiplied`` is a cast copy of it; None: nothing was cast."""
+        """An `Uncast` if ``multiplied`` is a cast copy of ``weight``; None if they are the same tensor."""
         return None if multiplied is weight else cls.kept(weight)
 
     @classmethod
     def kept(cls, weight: Tensor) -> Uncast:
-        """A weight whose copy in another dtype the forward pass multiplied."""
+        """An `Uncast` of a weight. The forward pass multiplied a copy of the weight in another dtype."""
         return cls(weight, version_of(weight))
 
     def as_it_was(self) -> Tensor:
-        """The weight, if it has not changed.
+        """Returns the weight, after checking that it has not changed.
 
         Raises:
             RuntimeError: the weight was edited after the forward pass.
@@ -87,7 +87,7 @@ def check_versions(tensors: Sequence[Tensor | None], versions: tuple[int, ...]) 
 
 
 def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = True) -> Tensor:
-    """The product of two matrices in another dtype than theirs, for gradients of weights under autocast.
+    """The product of two matrices in a dtype other than their own, for weights' gradients under autocast.
 
     Args:
         left: matrix.

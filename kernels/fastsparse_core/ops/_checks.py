@@ -28,7 +28,7 @@ def check_structure(adj: Adjacency) -> None:
 
 
 def is_partitioned(adj: Adjacency) -> TypeGuard[Any]:
-    """Whether a structure is one rank's part of a graph. Raises the error of `check_structure`, too."""
+    """Returns whether a structure is one rank's part of a graph; raises the error of `check_structure`."""
     try:
         return adj.is_partitioned
     except AttributeError:

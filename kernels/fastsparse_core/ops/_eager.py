@@ -16,8 +16,8 @@ from fastsparse_core.content import has_content
 
 #: Classes of tensors whose operators are not overridden.
 PLAIN = (Parameter, Tensor)
-#: Together with the active modes, these attributes decide how a tensor is computed with. Reading and looking
-#: them up together is faster than one by one.
+#: Together with the active modes, these attributes decide which code computes with a tensor. Reading them
+#: with one function is faster than reading one after the other.
 kind_of = attrgetter("__class__", "dtype", "shape", "device", "layout", "requires_grad")
 # Functions used in every call, bound here to save attribute lookups.
 _is_compiling = torch.compiler.is_compiling
@@ -25,9 +25,10 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_functional = torch._is_functional_tensor
 _num_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
-#: Whether a tensor stands for a batch of tensors, such as gradients with is_grads_batched=True.
+#: Function that tells whether a tensor stands for a batch of tensors, such as gradients with
+#: is_grads_batched=True.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
-#: Whether a tensor belongs to a transform of torch.func, even one that has ended.
+#: Function that tells whether a tensor belongs to a transform of torch.func, even if the transform has ended.
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 # Hooks for all modules. (PyTorch 2.6 has no public function for this check.)
 _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
@@ -53,7 +54,7 @@ def below_autograd() -> Any:
 
 
 def is_plain_eager(x: Tensor) -> bool:
-    """Whether only autograd observes a call: no trace, no fake or wrapped tensor, no mode, no tangents.
+    """True if only autograd observes a call: no trace, no fake or wrapped tensor, no mode, no tangents.
 
     Then the kernel (or its autograd formula) can be called without PyTorch's dispatcher, which would take
     more host time than everything else around a kernel launch.
@@ -72,18 +73,18 @@ def is_plain_eager(x: Tensor) -> bool:
 
 
 def may_be_one_node(x: Tensor) -> bool:
-    """Whether a layer may be a single node, of autograd's graph or of a graph that `torch.compile` traces."""
+    """True if a layer may be one node of autograd's graph, or of a graph that `torch.compile` traces."""
     return torch.compiler.is_dynamo_compiling() or is_plain_eager(x)
 
 
 def _modes_watch() -> bool:
-    """Whether an active mode must see the calls inside of operators. The mode of `rollback` need not."""
+    """True if an active dispatch mode must see the calls inside of operators; `rollback`'s mode need not."""
     modes = (torch._C._get_dispatch_stack_at(nth) for nth in range(torch._C._len_torch_dispatch_stack()))
     return not all(getattr(mode, "is_harmless", False) for mode in modes)
 
 
 def why_watched(x: Tensor) -> str:
-    """Why a call on tensors like ``x`` must run the framework's code; "" if it need not.
+    """Returns why a call on tensors like ``x`` must run the framework's code; "" if a kernel may run.
 
     Function transforms, forward-mode differentiation and traces support only PyTorch's own operators. For
     tensors without memory, no structure can be looked up or built. ``torch.compile`` is not a reason, because
@@ -101,7 +102,7 @@ def why_watched(x: Tensor) -> str:
 
 
 def is_first_derivative(grad: Tensor) -> bool:
-    """Whether a backward pass can call its kernel without the dispatcher: nothing observes the gradient.
+    """True if a backward pass can call its kernel without the dispatcher: only autograd sees the gradient.
 
     With ``create_graph=True``, the operators' own formulas are used instead.
     """
@@ -109,7 +110,7 @@ def is_first_derivative(grad: Tensor) -> bool:
 
 
 def is_read(node: Any) -> bool:
-    """Whether the current backward pass uses the gradient that it passes to a node of autograd's graph.
+    """True if the current backward pass uses the gradient that it passes to a node of autograd's graph.
 
     `ctx.needs_input_grad` is also true for parameters that are not inputs of `torch.autograd.grad`.
     """
@@ -120,14 +121,14 @@ def is_read(node: Any) -> bool:
 
 
 def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear, weight: str = "weight") -> bool:
-    """Whether a linear layer computes only ``x W^T + b``, without hooks, so that a kernel may compute it.
+    """True if a linear layer computes only ``x W^T + b``, without hooks, so that a kernel may compute it.
 
     Args:
         module: the layer.
         kind: the framework's class of linear layers.
         weight: name of the layer's weight.
     """
-    state = module.__dict__  # attributes of a module take four times as long
+    state = module.__dict__  # reading attributes of the module would take four times as long
     return type(module) is kind and not (
         state["_forward_hooks"]
         or state["_forward_pre_hooks"]
@@ -135,5 +136,5 @@ def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear, weight
         or state["_backward_pre_hooks"]
         or "forward" in state
         or any(_GLOBAL_HOOKS)
-        or weight not in module._parameters  # replicas of DataParallel have a plain attribute
+        or weight not in module._parameters  # in replicas of DataParallel, the weight is a plain attribute
     )

@@ -5,7 +5,7 @@ features. A lane computes the expression for one edge after the other, with the 
 registers. Lanes exchange no data, so they need neither shared memory nor synchronisation. `_edge_kernels`
 does the same in Triton, for expressions that these kernels do not support.
 
-Bytes: the floor is what a product of the same width gathers, a row of every source leaf per edge and pass.
+Memory traffic: at least that of a product of the same width, a row of every source leaf per edge and pass.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def supports(
     width: int,
     dtypes: Sequence[torch.dtype],
 ) -> bool:
-    """Whether these kernels support the call.
+    """Returns whether these kernels support the call.
 
     A number per edge, as a result or a gradient, is a sum over the lanes of one warp. The kernels cannot
     compute gradients of numbers per node and of mapped features.
@@ -154,7 +154,7 @@ def source_of(
     degree: str,
     is_aligned: bool,
 ) -> str:
-    """The text of a kernel.
+    """Generates the source code of a kernel.
 
     Args:
         part: ``"forward"``, ``"rows"`` or ``"columns"``.
@@ -296,9 +296,10 @@ def _c(text: str) -> str:
 
 
 def _reduction(value: str, how: str, k: int) -> tuple[list[str], tuple[list[str], ...], list[str]]:
-    """Lines before, in and after the loop over edges.
+    """Lines of C++ before, in and after the loop over edges.
 
-    Four lists for the loop: the value of a feature, its gradients, what follows both, and what precedes both.
+    There are four lists of lines for the loop: they compute the value of a feature, compute its gradients,
+    follow both, and precede both.
     """
     value, inf = _c(value), "__int_as_float(0x7f800000)"
     if how == "none":
@@ -354,7 +355,7 @@ def _stores(out: str, value: str) -> list[str]:
 
 
 def _kept_rows(how: str, k: int, row: str) -> list[str]:
-    """Lines that load what the backward pass needs of a result: its gradient, and what the reduction kept."""
+    """Lines that load the gradient of a result, and the other tensors that its backward pass reads."""
     if how == "across":
         return [f"const float t_grad{k} = widen(grad{k}[{row}]);"]
     lines = [f"float t_grad{k}[N]; get(grad{k} + {row} * W + f, left, t_grad{k});"]

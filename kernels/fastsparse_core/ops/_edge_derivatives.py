@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from fastsparse_core.ops._edge_kernels import Expression, Root, Writer
 
 #: Operator -> function of (gradient of the result, result, arguments) that returns the gradients of the
-#: arguments. Operators that are not here have no second derivative.
+#: arguments. Operators that are missing here have no second derivative.
 _GRADIENTS: dict[str, Callable[..., tuple[Expression, ...]]] = {
     "add": lambda g, y, a, b: (g, g),
     "sub": lambda g, y, a, b: (g, ("neg", g)),
@@ -33,11 +33,11 @@ _MOST_OPERATORS = 40
 def gradients_of(
     roots: Sequence[Root], wanted: Collection[int], grads: Sequence[Expression]
 ) -> dict[int, Expression] | None:
-    """Gradients of the wanted leaves, by number; None if an operator has none, or there are too many.
+    """Gradients of the wanted leaves, by number; None if an operator has none or the formulas are too long.
 
     Args:
         roots: the results.
-        wanted: numbers of the leaves.
+        wanted: numbers of the leaves whose gradients are computed.
         grads: gradients of the values of the results, per edge.
     """
     writer = Writer()

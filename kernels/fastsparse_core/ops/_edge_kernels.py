@@ -6,7 +6,7 @@ the expression: over rows for gradients of destinations, edges and constants, an
 for gradients of sources. The only written tensors with a row per edge are requested gradients of edge
 tensors.
 
-Bytes: the floor is what a product of the same width gathers, a row of every source leaf per edge and pass.
+Memory traffic: at least that of a product of the same width, a row of every source leaf per edge and pass.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Root(NamedTuple):
 
     @property
     def is_of_nodes(self) -> bool:
-        """Whether it has a row per destination."""
+        """True if the result has a row per destination."""
         return self.how not in ("none", "across")
 
 
@@ -173,7 +173,10 @@ class Writer:
         return self.names[expression]
 
     def gradients(self, roots: Sequence[Root], wanted: Collection[int]) -> dict[int, str]:
-        """Adds the lines for gradients from those of the results, ``go0``, ``go1``; returns names by leaf."""
+        """Adds the lines that compute the gradients of the wanted leaves; returns the names by leaf.
+
+        The gradients of the results have the names ``go0``, ``go1`` and so on.
+        """
         leads = {("leaf", n) for n in wanted}  # the wanted leaves, and all expressions that contain them
         for each, _ in self.order:
             if any(arg in leads for arg in each[1:]):
@@ -196,11 +199,12 @@ class Writer:
 
 
 def source_of(part: str, roots: tuple[Root, ...], leaves: tuple[Leaf, ...], wanted: tuple[int, ...]) -> str:
-    """The text of a kernel."""
+    """Generates the source code of a kernel."""
     writer = Writer()
     values = [writer.value(root.value) for root in roots]
     kept = KEEPS.get(roots[0].how, ())
-    # Mapped features are leaf n - 1 and their weight leaf n: its gradient follows from that of leaf n - 1.
+    # If leaf n is the weight of mapped features, these are leaf n - 1. The weight's gradient is computed from
+    # the gradient of leaf n - 1.
     grads = writer.gradients(roots, {n - (leaves[n].place == "weight") for n in wanted})
     own = "src" if part == "columns" else "dst"
     sums = [n for n in wanted if leaves[n].place in ("weight", "whole")]
@@ -399,7 +403,7 @@ def _load(leaf: Leaf, n: int, row: str, tiled: bool) -> str:
 
 
 def _constants(leaves: Sequence[Leaf]) -> list[str]:
-    """Lines that load what is constant within a program: whole rows and weights."""
+    """Lines that load the values that are constant within a program: rows for all edges, and weights."""
     lines = []
     for n, leaf in enumerate(leaves):
         k = leaf.features

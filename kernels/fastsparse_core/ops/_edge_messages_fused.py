@@ -123,7 +123,7 @@ def gine_gradients_again(
     is_raw: bool,
     has_root: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Differentiable gradients of `gine_aggregate`, which store a row per edge.
+    """Computes differentiable gradients of `gine_aggregate`; stores a row per edge.
 
     They depend on the stored signs, not on the features, which may be overwritten after the forward pass.
 
@@ -158,7 +158,7 @@ def gine_gradients_again(
 
 
 def _positive(adj: Adjacency, kept: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Whether relu passed each number, bool (num_values, width): where the gradient for ones is 1."""
+    """Returns where relu's argument was positive, bool (num_values, width): there, ones have gradient 1."""
     ones = kept.new_ones(adj.num_dst, width, dtype=dtype)
     operands = Operands.of(launch.RELU, None, ones, None, None)
     found = launch.backward(adj, operands, ones, 0, kept=kept, edge_wanted=True).edge

@@ -27,9 +27,9 @@ RELU, GATE, GATE_AND_STATE = 0, 1, 2
 MOST_FEATURES = 32
 #: Largest number of row groups with separate partial sums of the maps' gradients: enough to fill a large GPU.
 _CUDA_GROUPS = 4096
-#: Number of bytes before relu's signs. They store 1 + eps, and 16 of them keep the signs aligned.
+#: Number of bytes before relu's signs. These bytes store 1 + eps; 16 bytes keep the signs aligned.
 _SCALE_BYTES = 16
-#: Addresses of the parts of a backward pass's sums if there are none.
+#: Addresses of the partial sums of a backward pass that has no partial sums.
 _NO_PARTS = [0] * 5
 #: A structure without rows, to skip a pass that is not needed.
 _NO_ROWS = _C.CsrStructure(
@@ -95,10 +95,11 @@ class Operands(NamedTuple):
     q: Tensor
     v: Tensor | None
     edge: Tensor | None
-    #: For raw features: rows of the transposed map, then those of the values' map (gates) or the bias (relu).
+    #: For raw features: the rows of the transposed map, then the rows of the transposed map of the values
+    #: (gates) or the bias (relu).
     maps: Tensor | None = None
-    #: The map, a matrix that is added to it, the values' map and the bias, which the next launch writes to
-    #: `maps`.
+    #: The map, a matrix that is added to the map, the values' map and the bias. The next launch writes them
+    #: to `maps`.
     given: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None,) * 4
 
     @classmethod
@@ -164,7 +165,7 @@ def forward(
     root: Tensor | None = None,
     eps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Sums of messages, and the other results of the message, which are None if it has none.
+    """Sums of messages, and the other results of the kernel, which are None if the message has none.
 
     Args:
         adj: structure.
@@ -233,7 +234,7 @@ def forward(
 
 
 def _partial(adj: Adjacency, like: Tensor, both: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Memory on CUDA for partial sums of rows that are cut into slices, one or two; None if no row is cut."""
+    """Memory on CUDA for one or two partial sums of rows that are cut into slices; None if no row is cut."""
     slots = adj.row_split.num_slots
     if not slots:
         return None, None
@@ -379,7 +380,7 @@ def relu_backward_on_cpu(
     needs: Sequence[bool],
     map_dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """:func:`backward` for relu on the CPU, with fewer steps on the host, which small graphs wait for.
+    """:func:`backward` for relu on the CPU, with less host time, which dominates on small graphs.
 
     Args:
         adj: structure.
@@ -389,13 +390,13 @@ def relu_backward_on_cpu(
         maps: maps of the forward pass, or None.
         kept: bytes that the forward pass stored.
         edge_width: number of features per edge.
-        scale: ``kept``, if the forward pass had a root, or None.
+        scale: the same tensor as ``kept`` if the forward pass had a root, otherwise None.
         needs: whether gradients of sources, edges, map and bias are wanted.
         map_dtype: dtype of the gradients of map and bias.
 
     Returns:
-        Gradients of sources, edges, map and bias. Edges that need a gradient give sources one, and a bias
-        its map.
+        Gradients of sources, edges, map and bias. If edges need a gradient, the gradient of the sources is
+        computed too; if the bias needs one, the gradient of the map is computed too.
     """
     width, wants_edge = grad.shape[1], needs[1]
     grad_q = grad_edge = grad_weight = grad_bias = of_raw = None
@@ -459,7 +460,7 @@ def _partial_results(
     columns: Adjacency | None,
     features_wanted: bool,
 ) -> tuple[list[int], Tensor | None]:
-    """Memory for the parts of a backward pass's sums: the arrays' addresses (0: empty), and the allocation.
+    """Allocates the partial sums of a backward pass; returns addresses (0: no array) and the allocation.
 
     Args:
         adj: structure.

@@ -19,7 +19,7 @@ from fastsparse_core.structure.segments import Segments
 
 
 class End(Protocol):
-    """One end of all edges: its node per edge, and the edges of every node."""
+    """One end of all edges: the node at this end of every edge, and the edges of every node."""
 
     @property
     def index(self) -> Tensor:

@@ -14,7 +14,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 
 def facts_of(adj: Adjacency) -> Facts:
-    """The current facts about a structure that the rules use."""
+    """Collects the current facts about a structure that the rules use."""
     col, usage, converted = adj.col, adj.usage, adj.has_bsb
     is_cuda = col.is_cuda
     return Facts(
@@ -36,7 +36,7 @@ def facts_of(adj: Adjacency) -> Facts:
 
 
 def follow(adj: Adjacency, rule: Callable[[Facts], Choice]) -> tuple[Choice, Facts]:
-    """Evaluates a rule; counts the use and converts the structure if the rule demands it.
+    """Evaluates a rule; counts the use and converts the structure if the rule's choice says so.
 
     Returns:
         The rule's choice, and the facts it was based on.
@@ -77,7 +77,7 @@ def count_csr_use(adj: Adjacency) -> None:
 
 
 def used_csr(adj: Adjacency, *, valued: bool = True) -> Any:
-    """The structure for the CSR kernels, which it counts as a use.
+    """Returns the structure for the CSR kernels, and counts the call as a use.
 
     Args:
         adj: the structure.
@@ -86,5 +86,5 @@ def used_csr(adj: Adjacency, *, valued: bool = True) -> Any:
     count_csr_use(adj)
     structure = adj.structure_for(valued=valued)
     if valued and adj.has_sorted_slices:
-        adj.plans["csr"] = structure  # no more uses need to be counted; callers look here first
+        adj.plans["csr"] = structure  # callers look here first, because uses need not be counted any more
     return structure

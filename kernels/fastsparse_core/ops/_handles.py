@@ -60,8 +60,9 @@ def built_outside_of_graphs(kernel: Callable[..., Any], place: int) -> Callable[
     """Wraps a CUDA kernel for compiled code, which may run within a CUDA graph (``mode="reduce-overhead"``).
 
     PyTorch runs such a graph once before it records it. In that run, allocations come from the graph's own
-    memory, which is reused, so cached results must not be there. Formats and plans are therefore made first,
-    by another thread on another stream: PyTorch redirects only the allocations of one thread or one stream.
+    memory, which is reused, so cached results must not be allocated there. Formats and plans are therefore
+    made first, by another thread on another stream: PyTorch redirects only the allocations of one thread or
+    one stream.
 
     Args:
         kernel: the kernel; one of its arguments is the handle of a structure.
@@ -87,7 +88,7 @@ def built_outside_of_graphs(kernel: Callable[..., Any], place: int) -> Callable[
 
 
 def _precedes_recording(device: int) -> bool:
-    """Whether PyTorch's compiler is in the warm-up run of a CUDA graph, before recording it."""
+    """Returns whether PyTorch's compiler is in the warm-up run of a CUDA graph, before recording it."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return False

@@ -19,7 +19,7 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def kept_result(ctx: Any, out: Tensor) -> Tensor | None:
-    """The result for the backward pass; None on the CPU, whose kernels sum <grad, out> from the entries."""
+    """The result that the backward pass needs; None on the CPU, whose kernels sum <grad, out> per entry."""
     ctx.written = None
     return alias_of(ctx, out) if out.is_cuda else None
 
@@ -34,7 +34,7 @@ def alias_of(ctx: Any, out: Tensor) -> Tensor:
     """
     ctx.written = None
     if not is_plain_eager(out):
-        return out  # a trace has no version counters to compare
+        return out  # tensors of a trace have no version counters to compare
     counter = out.detach()
     counter.data = _nothing(out.dtype, out.device)
     ctx.written = (counter, counter._version)
@@ -83,7 +83,7 @@ def saved_tensors(ctx: Any, unread: Sequence[int], first: bool) -> tuple[Any, ..
 
 
 def with_cure(error: RuntimeError, who: str) -> RuntimeError:
-    """Autograd's error about edited features, with the operator that needs them and what to write instead."""
+    """Adds to autograd's error about edited features which operator needs them and what to write instead."""
     if "modified by an inplace operation" not in str(error):
         return error
     return RuntimeError(

@@ -20,7 +20,8 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 #: Number of features per lane and per warp (kernels/include/fastsparse/multi_aggregate.cuh).
 _QUAD, _TILE = 4, 128
-#: Number of partial sums of the gradient of the edges' linear map: blocks that fill a large GPU; CPU tasks.
+#: Number of partial sums of the gradient of the edges' linear map, one per thread block on CUDA (enough to
+#: fill a large GPU) and one per task on the CPU.
 _CUDA_PARTS, _CPU_PARTS = 512, 64
 _PLANES = 6  # rows of numbers in a partial result
 
@@ -66,7 +67,7 @@ _read = functools.cache(_Slots)
 
 
 def _structure(adj: Adjacency, index: int) -> Any:
-    """The structure if `plans` has none. On CUDA this does not count as a use for sorting the slices."""
+    """Returns the structure for the kernels; on CUDA, the call does not count as a use for sorting slices."""
     return used_csr(adj) if index < 0 else adj.csr_structure
 
 
@@ -163,7 +164,7 @@ def gradients(
         if weight_wanted:
             grad_weight = x.new_zeros(parts, edge.size(1), width, dtype=dtype)
     elif edge is not None and (edge_wanted or (x.is_cuda and x_src_wanted)):
-        grad_edge = of_values(edge, adj.num_values, width)  # on CUDA, the pass over columns sums its rows
+        grad_edge = of_values(edge, adj.num_values, width)  # on CUDA, the pass over columns sums these rows
     if not x.is_cuda:
         parts = _CPU_PARTS
     slope = share = None

@@ -13,7 +13,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 
 def untouched(like: Tensor, *size: int) -> Tensor:
-    """``like.new_empty(size)``. On the CPU, large tensors use huge pages, like the kernels' results."""
+    """Returns ``like.new_empty(size)``. On the CPU, large tensors use huge pages, as kernels' results do."""
     out = like.new_empty(size)
     if out.device.type == "cpu":
         _C.prefer_huge_pages(out=out, bytes=out.nbytes, collapse=False)
@@ -59,7 +59,7 @@ def with_zeros_behind(padded: Tensor, width: int) -> Tensor:
 
 
 def zero_padded(x: Tensor, columns: int) -> Tensor | None:
-    """If `with_zeros_behind` made ``x`` from a matrix of ``columns`` columns: that matrix."""
+    """Returns the matrix of ``columns`` columns from which `with_zeros_behind` made ``x``; None if not."""
     padded, width = getattr(x, "_fastsparse_padded", (None, 0))
     if (
         padded is None
@@ -88,7 +88,7 @@ def written_out(tensor: Tensor | None) -> Tensor | None: ...
 def written_out(tensor: Tensor | None) -> Tensor | None:
     """Copies a tensor with PyTorch's negative bit, such as ``z.conj().imag``, because kernels do not read it.
 
-    Traces cannot read the bit. Their calls go through PyTorch's dispatcher, which copies such operands.
+    Traced code cannot read the bit. Its calls go through PyTorch's dispatcher, which copies such operands.
     """
     if tensor is None or torch.compiler.is_compiling() or not tensor.is_neg():
         return tensor
@@ -104,7 +104,7 @@ def num_heads(value: Tensor | None) -> int:
 
 
 def is_dense(value: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether values are dense vectors, (num_vectors, 8, heads), instead of one per edge and head."""
+    """Returns whether values are dense vectors, (num_vectors, 8, heads), instead of one per edge and head."""
     return value is not None and value.dim() == 3
 
 

@@ -53,8 +53,8 @@ _TYPES = {
 def tell_inspect(module: str) -> None:
     """Tells `inspect` which file a module is from.
 
-    PyTorch asks `inspect` for it when a module registers a fake kernel. `inspect` would search all loaded
-    modules, which takes 0.1 s.
+    PyTorch calls `inspect` to find the file when a module registers a fake kernel. `inspect` would search all
+    loaded modules, which takes 0.1 s.
     """
     file = os.path.normcase(os.path.abspath(sys.modules[module].__file__ or ""))
     getattr(inspect, "modulesbyfile", {})[file] = module
@@ -64,7 +64,7 @@ tell_inspect(__name__)
 
 
 def structure_of(adjacency: Structure, transpose: bool = False) -> Adjacency:
-    """The structure of a kernel's argument, an Adjacency or its handle, or its transpose."""
+    """The Adjacency that a kernel's argument is or is the handle of; with ``transpose``, its transpose."""
     adj = adjacency if isinstance(adjacency, Adjacency) else from_handle(adjacency)
     return adj.t() if transpose else adj
 
@@ -109,15 +109,16 @@ def _fields(function: Callable[..., Any], annotation: str) -> dict[str, str]:
 def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a kernel from a function whose first argument is the structure.
 
-    The kernel takes the structure after the positional arguments, and then the keyword-only ones. In place of
-    a NamedTuple, it takes the tuple's fields. For a NamedTuple ``wanted``, field ``x`` becomes ``x_wanted``.
+    The kernel takes the function's positional arguments, then the structure, then the keyword-only arguments.
+    In place of a NamedTuple, it takes the tuple's fields. For a NamedTuple ``wanted``, field ``x`` becomes
+    ``x_wanted``.
     """
     signature = inspect.signature(function)
     _, *given = signature.parameters.values()
     taken: list[inspect.Parameter] = []
 
     def place(parameter: inspect.Parameter) -> tuple[int | slice, Callable[[Any], Any] | None]:
-        """The position of an argument among the kernel's, and a function that builds it from several."""
+        """The position of an argument among the kernel's, and a function that builds it from its fields."""
         at, fields = len(taken), _fields(function, parameter.annotation)
         suffix = "_wanted" if parameter.name == "wanted" else ""
         names = {name + suffix: of for name, of in fields.items()} or {parameter.name: parameter.annotation}
@@ -308,7 +309,7 @@ def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
 
 
 def fits_one_operator(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether `torch.compile` traces a call that a layer's own operator can compute.
+    """Returns whether `torch.compile` traces a call that a layer's own operator can compute.
 
     Exported programs have separate operators, for which there are decompositions and C++ kernels. Under
     autocast, casts would be part of the operator.
@@ -324,7 +325,7 @@ def fits_one_operator(x: Tensor, *others: Tensor | None) -> bool:
     return dtype in DTYPE_CODE
 
 
-# ---------------------------------------------------------------- kernels with gradients of their own
+# ---------------------------------------------------------------- kernels whose gradients are kernels, too
 
 
 class FusedOperator(Operator):

@@ -1,7 +1,8 @@
 """Operators on segments of rows, their gradients, and the cache of sorted segments.
 
 An operator takes either `index` (num_rows,), the segment of every row, or `rowptr` (num_segments + 1,); the
-other one is None. It looks up the sorted segments by that tensor, so `torch.compile` sees only tensors.
+other argument is None. The operator looks up the sorted segments by the tensor, so `torch.compile` sees only
+tensors.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from fastsparse_core.ops._segment_launch import (
 )
 from fastsparse_core.structure.segments import Segments
 
-#: Largest size of partial results for a launch while the index is still being sorted and their number is only
-#: an upper bound. A hundred million rows of width 16 need less.
+#: Largest size of partial results, in bytes, for a launch while the index is still being sorted. Until then,
+#: only an upper bound of their number is known. A hundred million rows of width 16 need less memory.
 _MOST_UNSEEN_BYTES = 2**26
 
 _cache = AdjacencyCache("segments")
@@ -75,7 +76,7 @@ def find_segments(
 
 
 def is_kept(index: Tensor) -> bool:
-    """Whether segments are cached for an index, or for another tensor in its memory."""
+    """Returns whether segments are cached for an index, or for another tensor in its memory."""
     return _cache.holds(index.untyped_storage())
 
 
@@ -152,7 +153,7 @@ def _empty_results(src: Tensor, num_segments: int, reduce: str) -> tuple[Tensor,
 
 
 class _SegmentReduce(torch.autograd.Function):
-    """For sums, every row gets the gradient of its segment; for extrema, only the chosen row does."""
+    """In sums, every row gets the gradient of its segment; in extrema, only the chosen row gets it."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ MOMENTS = ("var", "std")
 
 
 def extra_dtype(reduce: str, dtype: torch.dtype) -> torch.dtype | None:
-    """Dtype of a reduction's second result, the chosen rows or the means; None: it has none."""
+    """Dtype of a reduction's second result (the chosen rows or the means); None: no second result."""
     if reduce in EXTREMA:
         return torch.int64
     return accumulation_dtype(dtype) if reduce in MOMENTS else None
@@ -93,7 +93,7 @@ def gather_rows(src: Tensor, index: Tensor) -> Tensor:
 
 
 def launch_softmax(matrix: Tensor, grad: Tensor | None, find: Callable[[], Segments]) -> Tensor:
-    """Softmax of `matrix`. With `grad`: the softmax's gradient, where `matrix` is its result."""
+    """Softmax of `matrix`; with `grad`, the gradient of a softmax whose result is `matrix`."""
     matrix = matrix.contiguous()
     grad = None if grad is None else grad.contiguous()
     out = torch.empty_like(matrix)

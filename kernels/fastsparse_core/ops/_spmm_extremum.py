@@ -115,7 +115,7 @@ def spmm_extremum(
 
 
 class _SpmmExtremum(torch.autograd.Function):
-    """The gradient goes to the chosen entry."""
+    """Passes the gradient of each result to the entry that was chosen as its maximum or minimum."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -157,7 +157,7 @@ def _spmm_extremum_backward(
     adjacency: Structure,
     transpose: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The kernel of the gradients; ``x``: the features that were multiplied by ``value``."""
+    """The kernel of the gradients. ``x``: the features that were multiplied by ``value``, or None."""
     adj = structure_of(adjacency, transpose)
     heads, width = num_heads(value), arg.size(1)
     grad_x, grad_value = _empty_gradients(grad, num_src, value)

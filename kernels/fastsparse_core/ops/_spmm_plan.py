@@ -84,7 +84,7 @@ def _plan(
     aligned: bool,
     key: tuple[Any, ...],
 ) -> SpmmPlan:
-    """Makes the plan for calls like this one and caches it."""
+    """Makes and caches the plan for calls with the properties in ``key``."""
     dtype, width, heads, dense = x.dtype, x.shape[1], num_heads(value), is_dense(value)
     weighted = value is not None or scales_src
     call = (algorithm, dtype, width, heads, aligned, dense)
@@ -108,7 +108,7 @@ def _plan(
 
 
 class _CsrPlan:
-    """A kernel that reads CSR.
+    """The plan of a kernel that reads CSR.
 
     - ``"csr"``: rows cut into slices (spmm_csr.cu); whole rows on the CPU
     - ``"tca"``: tensor cores from CSR as it is (spmm_tca.cu)
@@ -136,8 +136,8 @@ class _CsrPlan:
         if resident or algorithm == "tca":
             structure = adj.structure_for(valued=valued, work_list="plain")
         elif algorithm == "hr":
-            # The structure comes first: during a capture, its error names what is missing. `num_long` would
-            # be read from the GPU, which a capture does not allow.
+            # The structure is built first, because during a capture its error names what is missing. Reading
+            # `num_long` would copy it from the GPU, which a capture does not allow.
             structure = adj.structure_for(valued=valued, work_list="hybrid")
             num_long, self.num_slots = adj.hybrid_rows.num_long, adj.hybrid_rows.num_slots
         else:
@@ -219,7 +219,7 @@ class _CountedPlan:
 
 
 class _BsbPlan:
-    """Binary sparse blocks on the tensor cores (spmm_bsb.cu)."""
+    """The plan of the kernel for binary sparse blocks on tensor cores (spmm_bsb.cu)."""
 
     def __init__(self, adj: Adjacency, dtype: torch.dtype, width: int, value: Tensor | None) -> None:
         dense = is_dense(value)
@@ -309,13 +309,13 @@ def add_transposed(
 ) -> Tensor:
     """Adds the transposed product to ``total``, contiguous float32 (num_src, width), without a transpose.
 
-    On CUDA, it uses atomics, so the order of the sums varies. `policy.scatters` tells whether it may be
-    called. The arguments are those of the untransposed product, and ``x`` is (num_dst, width). Only the first
-    ``num_given`` rows of ``total`` are initialized; the others count as 0.
+    On CUDA, the kernel uses atomics, so the order of the sums varies. Callers must check `policy.scatters`
+    first. The arguments are those of the untransposed product, except that ``x`` is (num_dst, width). Only
+    the first ``num_given`` rows of ``total`` must be initialized; the other rows count as 0.
 
     Returns:
-        ``total``. If ``num_given`` is 0, `policy.counts_sources` is true and ``x`` has 16 bits: the result in
-        the dtype of ``x``; ``total`` is then overwritten.
+        ``total``. Exception: if ``num_given`` is 0, `policy.counts_sources` is true and ``x`` has 16 bits,
+        the result is a tensor in the dtype of ``x``, and ``total`` is overwritten.
     """
     x = unit_stride(x)
     if value is not None:
@@ -360,9 +360,10 @@ def grad_of_features(
     algorithm: str,
     loop: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the features of a product with ``adj``, the transposed product, without autograd.
+    """The gradient of the features in a product with ``adj``, computed without autograd.
 
-    ``grad`` is the gradient of the product's result; the other arguments are those of the product.
+    This gradient is the transposed product. ``grad`` is the gradient of the product's result; the other
+    arguments are the arguments of the product.
     """
     if value is None and adj.symmetric:  # forward and backward pass share the structure and its plan
         return launch_spmm(adj, grad, None, scale_src, scale_dst, None, algorithm, loop=loop)
@@ -370,7 +371,7 @@ def grad_of_features(
         total = grad.new_empty(adj.num_src, grad.size(1), dtype=torch.float32)
         total = add_transposed(adj, grad, value, scale_dst, scale_src, total).to(grad.dtype)
         return total if loop is None else with_loops(total, grad, scale_dst, scale_src, loop)
-    if value is not None and value.dim() == 3:  # `is_dense`, without the call
+    if value is not None and value.dim() == 3:  # `is_dense`, inlined to save a Python call
         value = edges_from_dense(adj, value)
     transposed = adj.t(valued=value is not None)
     return launch_spmm(transposed, grad, value, scale_src, scale_dst, None, algorithm, loop=loop)

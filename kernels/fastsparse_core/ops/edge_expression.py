@@ -24,8 +24,8 @@ from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.incidence import edge_segments
 from fastsparse_core.structure.segments import Segments
 
-#: Edges per tile; Triton programs per multiprocessor; Triton programs per multiprocessor if each program
-#: writes sums of its own.
+#: Number of edges per tile; number of Triton programs per multiprocessor; number of programs per
+#: multiprocessor if each program writes its own sums.
 _TILE, _PROGRAMS, _PROGRAMS_WITH_SUMS = 16, 16, 6
 
 #: Warps per block of the kernels in CUDA C++.
@@ -55,7 +55,7 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
 
 @functools.cache
 def can_generate() -> bool:
-    """Whether Triton is installed; it comes with PyTorch for CUDA."""
+    """Returns whether Triton is installed; it comes with PyTorch for CUDA."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -171,7 +171,7 @@ class _End:
 
 
 class _EdgeExpression(torch.autograd.Function):
-    """Saves the leaves and what the backward pass of the reduction reads."""
+    """Saves the leaves, and the other tensors that the backward pass of the reduction reads."""
 
     @staticmethod
     def forward(
@@ -271,7 +271,7 @@ def _gradients_by_expressions(
             grad = grad / call.adj.in_degree().clamp(min=1).to(grad.dtype).unsqueeze(1)
         given.append(grad)
         places.append("dst" if root.is_of_nodes else "edge")
-    # One call for all results of edges and destinations, and one for those of sources.
+    # One call computes all gradients of edges and destinations, and one call all gradients of sources.
     asked: dict[bool, dict[Root, Tensor | None]] = {False: {}, True: {}}
     roots: dict[int, tuple[bool, Root]] = {}
     for n in wanted:
@@ -483,7 +483,7 @@ def _are_on_gpu(tensors: Sequence[Tensor]) -> bool:
 
 
 def _num_warps(rows: Adjacency, has_sums: bool) -> int:
-    """Number of warps of a CUDA C++ kernel: a multiple of a block; fewer if each warp writes its own sums."""
+    """Number of warps of a CUDA C++ kernel, a multiple of `_WARPS`; fewer if each warp writes its sums."""
     most = rows.gpu.num_sms * (4 if has_sums else 16)
     return _WARPS * max(min(-(-rows.first_row_split.slices.size(0) // _WARPS), most), 1)
 

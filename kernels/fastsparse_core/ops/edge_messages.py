@@ -51,8 +51,8 @@ def gine_aggregate(
             \epsilon) \mathbf{x}_i`, for square structures. None: adds nothing.
 
     Returns:
-        (num_dst, F); without ``eps``, 0 in rows without edges. Accumulated in float32 or wider,
-        deterministic. Differentiable twice in all tensors except ``eps``.
+        (num_dst, F); without ``eps``, 0 in rows without edges. The result is accumulated in float32 or wider,
+        is deterministic, and is differentiable twice in all tensors except ``eps``.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -129,8 +129,8 @@ def gated_aggregate(
         value_weight: :math:`\mathbf{U}`, (F, A), in the dtype of ``k``, with ``edge_attr``.
 
     Returns:
-        (num_dst, F); 0 in rows without edges. Accumulated in float32 or wider, deterministic. Differentiable
-        twice in all tensors.
+        (num_dst, F); 0 in rows without edges. The result is accumulated in float32 or wider, is
+        deterministic, and is differentiable twice in all tensors.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -188,8 +188,8 @@ def gated_edges(
 
     Returns:
         :math:`\mathbf{y}` and :math:`\mathbf{n}`, (num_dst, F), and :math:`\mathbf{z}`, (num_values, F), 0
-        for edges (i, i) that were replaced when ``adj`` was built with self loops. Accumulated in float32 or
-        wider, deterministic. Differentiable twice in all tensors.
+        for edges (i, i) that were replaced when ``adj`` was built with self loops. The results are
+        accumulated in float32 or wider, are deterministic, and are differentiable twice in all tensors.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -221,7 +221,7 @@ def gated_edges(
 
 
 def _are_plain(adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor) -> bool:
-    """Whether the CPU kernels can use the tensors of a call as they are, so that no check is needed."""
+    """True if the CPU kernels can use the tensors of a call as they are, so that no check is needed."""
     if not (is_plain_eager(q) and type(adj) is Adjacency and q.is_cpu and adj.col.is_cpu and q.dim() == 2):
         return False
     width, dtype = q.shape[1], q.dtype
@@ -239,7 +239,7 @@ def _are_plain(adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor) ->
 
 
 def _has_no_kernel(adj: Adjacency, features: int = 0) -> bool:
-    """Whether the unfused operators have to run; if so, warns once."""
+    """Returns whether the unfused operators have to run; if so, warns once."""
     why = cure = ""
     if features > MOST_FEATURES:
         why = f"edges have {features} features, and the fused kernel takes up to {MOST_FEATURES}"

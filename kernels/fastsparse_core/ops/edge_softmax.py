@@ -66,7 +66,7 @@ def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
 
 
 def _launch(adj: Adjacency, matrix: Tensor, grad: Tensor | None) -> Tensor:
-    """Softmax of the scores `matrix`. With `grad`: the softmax's gradient, where `matrix` is its result."""
+    """Softmax of the scores `matrix`; with `grad`, the gradient of a softmax whose result is `matrix`."""
     matrix = matrix.contiguous()
     grad = None if grad is None else grad.contiguous()
     out = empty_values(adj, matrix)

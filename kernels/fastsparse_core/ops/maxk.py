@@ -22,8 +22,8 @@ def maxk(x: Tensor, k: int) -> CBSR:
         \mathrm{MaxK}(\mathbf{X})_{ic} = \begin{cases} x_{ic} & c \in \operatorname{top}_k(\mathbf{x}_i) \\
         0 & \text{else} \end{cases}
 
-    It is the nonlinearity of MaxK-GNN (section 3.1) and replaces ReLU. The selection is exact. Among equal
-    entries, those in lower columns are kept. NaN counts as the largest, as in :func:`torch.topk`.
+    MaxK is the nonlinearity of MaxK-GNN (section 3.1), in place of ReLU. The selection is exact. Among equal
+    entries, the entries in lower columns are kept. NaN counts as the largest, as in :func:`torch.topk`.
 
     Args:
         x: (n, D), float64, float32, float16 or bfloat16, with any row stride and D at most 65,536. On a GPU,
@@ -116,7 +116,7 @@ def _maxk_dense(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _num_words(width: int) -> int:
-    """Number of 32-bit words with one bit per column."""
+    """Number of 32-bit words that are needed for one bit per column."""
     return (width + 31) // 32
 
 
@@ -151,7 +151,7 @@ def gather(dense: Tensor, ids: Tensor) -> Tensor:
 
 
 class _MaxK(torch.autograd.Function):
-    """dX is the gradient of the values in their columns, and 0 in other columns."""
+    """The gradient of ``x`` is the gradient of the values in their columns, and 0 in other columns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ class _MaxK(torch.autograd.Function):
 
 
 class _MaxKDense(torch.autograd.Function):
-    """dX is the gradient in the kept columns, and 0 in other columns."""
+    """The gradient of ``x`` is the gradient of the result in the kept columns, and 0 in other columns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int) -> tuple[Tensor, Tensor]:

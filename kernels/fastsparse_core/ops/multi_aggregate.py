@@ -17,8 +17,8 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 #: The aggregations, in the order in which kernels number them.
 AGGREGATIONS = ("sum", "mean", "min", "max", "var", "std")
-#: Largest number of edge features that the kernels project. More are projected before, to a stored row per
-#: edge.
+#: Largest number of edge features that the kernels project. With more features, PyTorch projects them before,
+#: and a row per edge is stored.
 MOST_EDGE_FEATURES = 32
 
 
@@ -49,7 +49,7 @@ def multi_aggregate(
     Args:
         adj: structure (num_dst, num_src).
         x_src: :math:`\mathbf{x}_j`, (num_src, F), float64, float32, float16 or bfloat16.
-        aggregations: names, each at most once; results come in their order.
+        aggregations: names, each at most once; the results have the same order.
         x_dst: :math:`\mathbf{x}_i`, (num_dst, F), in the dtype of ``x_src``; None: 0.
         edge_attr: in the dtype of ``x_src`` and the caller's edge order. Without ``edge_weight``: a row per
             edge, (num_values, F), that is added to the edge's message. With ``edge_weight``:

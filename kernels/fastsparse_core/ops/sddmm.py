@@ -180,7 +180,7 @@ def sddmm_kernel(
 def _plan(
     adj: Adjacency, algorithm: str, x_dst: Tensor, heads: int, aligned: bool, dense: bool, key: Any
 ) -> tuple[str, bool]:
-    """The kernel, and whether it processes entry by entry; cached if later calls get the same kernel."""
+    """Chooses the kernel, and whether it processes entry by entry; caches the choice if it is final."""
     head_bytes = x_dst.size(1) // heads * x_dst.element_size()
     call = (algorithm, x_dst.dtype, head_bytes, heads, aligned, dense)
     choice, _ = follow(adj, lambda facts: policy.sddmm_algorithm(facts, adj.gpu, *call))
@@ -191,7 +191,7 @@ def _plan(
 
 
 def _is_aligned(x_dst: Tensor, x_src: Tensor, heads: int) -> bool:
-    """Whether every head of every node starts at a multiple of 16 bytes, and a row's stride fits 32 bits."""
+    """True if every head of every node starts at a multiple of 16 bytes, and a row's stride fits 32 bits."""
     size = x_dst.element_size()
     dst_stride, src_stride = x_dst.stride(0) * size, x_src.stride(0) * size
     if max(dst_stride, src_stride) >= 1 << 32:

@@ -202,13 +202,13 @@ def plain_spmm(
 
 
 def spmm_of_values(adj: Adjacency, x: Tensor, value: Tensor) -> Tensor:
-    """`plain_spmm` with a gradient of ``x``, without its checks, for a call that is like a checked one."""
+    """`plain_spmm` with a gradient of ``x`` but no checks, for repeated calls whose first one was checked."""
     out: Tensor = _spmm_op.apply(x, value, None, None, None, adj.num_dst, adj, False, "auto", False)
     return out
 
 
 def _is_plain_value(value: Any, x: Tensor, adj: Adjacency) -> bool:
-    """Whether the kernels can use the values as they are: one per edge, or per edge and head."""
+    """Returns whether the kernels can use the values as they are: one per edge, or per edge and head."""
     if not is_plain_eager(value) or value.dtype != x.dtype or value.device != x.device:
         return False
     shape = value.shape
@@ -218,7 +218,7 @@ def _is_plain_value(value: Any, x: Tensor, adj: Adjacency) -> bool:
 
 
 def _is_plain_scale(scale: Any, rows: int, x: Tensor) -> bool:
-    """Whether `check_scale` would return the scale unchanged."""
+    """Returns whether `check_scale` would return the scale unchanged."""
     return (
         type(scale) is Tensor
         and scale.shape == (rows,)
@@ -284,7 +284,7 @@ class _Spmm(torch.autograd.Function):
             out = _spmm_op.below(*arguments)
         ctx.num_src, ctx.transpose, ctx.algorithm = x.shape[0], transpose, algorithm
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # If no gradient reads x, it may be written to, so autograd does not store it.
+        # If no gradient reads x, autograd does not store x, so that callers may write to x.
         kept = x if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(kept, value, scale_dst, scale_src, out if relu else None)
         return out

@@ -162,7 +162,7 @@ def launch_ssd(
     transpose: bool,
     algorithm: str,
 ) -> Tensor:
-    """Runs the kernels of ``ssd``; the arguments are those of the operator, already checked."""
+    """Runs the kernels of ``ssd``; takes the operator's arguments, which the caller has checked."""
     adj = structure_of(adjacency, transpose)
     values, ids = values.contiguous(), ids.contiguous()
     out = values.new_empty(num_dst, width)
@@ -211,7 +211,7 @@ def launch_ssd(
 
 
 class _Ssd(torch.autograd.Function):
-    """The gradients of the values, of the edge values and of the bias."""
+    """Computes the gradients of the kept values, of the edge values and of the bias."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:

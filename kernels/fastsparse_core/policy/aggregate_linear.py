@@ -17,13 +17,13 @@ _MOST_WIDTH = 256
 def transforms_on_tensor_cores(
     dtype: torch.dtype, num_rows: int, width: int, out_width: int, gpu: GpuProfile
 ) -> bool:
-    """Whether one kernel computes both linear maps, and another their gradients, instead of cuBLAS.
+    """Returns whether one kernel computes both linear maps, and another their gradients, instead of cuBLAS.
 
     The kernels split float32 numbers into bfloat16 terms and need warpgroup products (`gpu.has_wgmma`). On an
     H200, 16,000 rows of width 128 take 23 us (cuBLAS: 43 us) and 1,024 rows take 19 us (cuBLAS: 16 us).
 
     Args:
-        dtype: of features and weights.
+        dtype: dtype of features and weights.
         num_rows: number of destinations.
         width: features per node.
         out_width: features per result.
@@ -39,13 +39,14 @@ def transforms_on_tensor_cores(
 
 
 def gathers_and_transforms(facts: Facts, algorithm: str, gpu: GpuProfile) -> bool:
-    """Whether the kernel for both linear maps also sums the neighbours, if no row is longer than a slice.
+    """Returns whether the kernel for both linear maps also sums the neighbours.
 
-    That saves writing the sums and reading them again. It takes 218 us instead of 255 us with 5 edges per
-    row, but 361 us instead of 295 us with 14.
+    The rule assumes that no row is longer than a slice. Summing in the same kernel saves writing the sums and
+    reading them again. This takes 218 us instead of 255 us with 5 edges per row, but 361 us instead of 295 us
+    with 14 edges per row.
 
     Args:
-        facts: of the structure.
+        facts: facts about the structure.
         algorithm: the caller's choice for the sum.
         gpu: profile of the GPU.
     """
@@ -53,7 +54,7 @@ def gathers_and_transforms(facts: Facts, algorithm: str, gpu: GpuProfile) -> boo
 
 
 def casts_first(num_dst: int, num_src: int, num_edges: int) -> bool:
-    """Whether float32 features are cast to 16 bits before they are summed; otherwise the sums are cast.
+    """Returns whether float32 features are cast to 16 bits before they are summed, not their sums.
 
     The order that moves fewer bytes is used. A sampled batch has about as many sources as edges, so casting
     all sources would take as long as the sum itself. In a full graph, there are as many sums as sources, so
@@ -64,7 +65,7 @@ def casts_first(num_dst: int, num_src: int, num_edges: int) -> bool:
         num_src: number of sources.
         num_edges: entries of the structure.
     """
-    # Bytes per feature.
+    # Bytes that each order moves per column of the features.
     cast = 4 + 2  # read float32, write 16 bits
     first = cast * num_src + 2 * num_edges + 2 * num_dst  # cast features, gather, write sums
     after = 4 * num_edges + 4 * num_dst + cast * num_dst  # gather, write sums, cast sums
@@ -81,7 +82,7 @@ def columns_of_products(
     to 256 in bfloat16) takes 0.280 s with padding and 0.300 s without.
 
     Args:
-        dtype: of the products.
+        dtype: dtype of the products.
         num_rows: number of destinations.
         width: features per node.
         out_width: features per result.

@@ -25,18 +25,18 @@ ALGORITHMS = {
 
 #: The choice made with `algorithms` in this thread or asynchronous task: operator -> algorithm.
 _requests: ContextVar[Mapping[str, str]] = ContextVar("requests", default=MappingProxyType({}))
-#: Faster than `requested` in code that runs eagerly, because it does not check whether code is being traced.
+#: For eager code: faster than `requested`, because it does not check whether code is being traced.
 eager_requests = _requests.get
-#: The choices of all contexts that are open in any thread, in the order of entry, and the last of them.
-#: Traced code reads the last one, because torch.compile can guard on a global, but cannot read a context
-#: variable.
+#: `_open` has the choices of all contexts that are open in any thread, in the order in which they were
+#: entered. `_last_opened` is the last of these choices. Traced code reads `_last_opened`, because
+#: torch.compile can guard on a global, but cannot read a context variable.
 _open: dict[int, Mapping[str, str]] = {}
 _last_opened: Mapping[str, str] | None = None
 _open_lock = ForkSafeLock()
 
 
 def check_algorithm(algorithm: str, known: tuple[str, ...], name: str = "algorithm") -> None:
-    """Raises an error unless the name of an algorithm is known.
+    """Raises an error unless ``algorithm`` is one of the ``known`` names.
 
     Raises:
         ValueError: ``algorithm`` is not among ``known``.
@@ -71,7 +71,7 @@ def algorithms(
         A context manager, also usable as a decorator.
 
     Raises:
-        ValueError: There is no algorithm of that name.
+        ValueError: An operator has no algorithm with the given name.
 
     Examples:
         >>> import torch
@@ -112,7 +112,7 @@ def requested(operator: str, algorithm: str) -> str:
     context variable is not set.
 
     Raises:
-        ValueError: The operator has no algorithm of that name.
+        ValueError: The operator has no algorithm with this name.
     """
     if algorithm != "auto":
         check_algorithm(algorithm, ALGORITHMS[operator])
@@ -122,7 +122,7 @@ def requested(operator: str, algorithm: str) -> str:
 
 
 def allows_tf32() -> bool:
-    """Whether PyTorch's settings allow products of float32 matrices with lower precision."""
+    """Returns whether PyTorch's settings allow products of float32 matrices with lower precision."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # raised after `fp32_precision`, new in torch 2.9, was set

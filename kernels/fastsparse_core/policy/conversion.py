@@ -7,40 +7,42 @@ import torch
 from fastsparse_core.formats.inspection import FEW_EDGES
 from fastsparse_core.policy.facts import Facts
 
-#: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
+#: Number of products with a structure before `auto` converts it. A conversion takes about as long as 5 to 10
+#: products.
 REUSE = 16
 #: Number of products before the slices of a structure, which begin in row order, are sorted. The second
 #: number is for structures of few edges, such as batches: each layer computes two products, and then the
 #: batch is gone.
 UNSORTED_USES, UNSORTED_USES_OF_FEW = 8, 16
 #: Number of gradients of a new structure that are scattered (summed with atomics) before its transpose is
-#: built. A structure that is used in one step only has one gradient per layer.
+#: built. If a structure is used in a single step, there is only one gradient per layer.
 SCATTERS = 2
 #: Largest mean number of edges per source for scattered gradients: longer sums lose precision, and their
 #: atomics contend.
 MOST_PER_SUM = 32
-#: Largest number of edges for scattered gradients: batches have fewer, and a full graph is used again.
+#: Largest number of edges for scattered gradients. Batches have fewer edges. A structure with more edges is a
+#: full graph, which is used often, so its transpose is worth building.
 _MOST_SCATTERED = 4_000_000
 #: Largest mean number of edges per source for which the edges of every source are counted before gradients
-#: are scattered. In a sampled batch, most sources have one edge: their gradient is stored, which is cheaper
-#: than clearing and adding.
+#: are scattered. In a sampled batch, most sources have one edge. Their gradients are stored directly, which
+#: is cheaper than clearing memory and adding to it.
 _MOST_COUNTED = 2
-#: Size of float32 sums from which counting saves more time than its launches take.
+#: Smallest size of float32 sums, in bytes, for which counting saves more time than its launches take.
 _LEAST_COUNTED_BYTES = 16 << 20
 
 
 def sorts_slices(uses: int, num_edges: int) -> bool:
-    """Whether slices in row order are sorted by length now.
+    """Returns whether slices in row order have been used so often that sorting them by length is worthwhile.
 
     Args:
         uses: number of uses of the structure so far.
-        num_edges: number of its edges.
+        num_edges: number of edges of the structure.
     """
     return uses >= (UNSORTED_USES_OF_FEW if num_edges <= FEW_EDGES else UNSORTED_USES)
 
 
 def is_reused(facts: Facts) -> bool:
-    """Whether a structure has been used so often that converting it is worthwhile.
+    """Returns whether a structure has been used so often that converting it is worthwhile.
 
     False with deterministic algorithms, whose results must not change, and during the capture of a CUDA
     graph.
@@ -49,7 +51,7 @@ def is_reused(facts: Facts) -> bool:
 
 
 def scatters(facts: Facts, algorithm: str, dtype: torch.dtype, per_entry: bool) -> bool:
-    """Whether a gradient is computed from the rows of a structure with atomics, without its transpose.
+    """Returns whether a gradient is summed with atomics over the rows of a structure, without its transpose.
 
     True only for structures of sorted edges with few uses, such as sampled batches. For other structures, the
     transpose is worth building. False for float64, which is used in checks that expect the same bits in every
@@ -79,7 +81,7 @@ def scatters(facts: Facts, algorithm: str, dtype: torch.dtype, per_entry: bool) 
 
 
 def counts_sources(facts: Facts, width: int) -> bool:
-    """Whether the edges of every source are counted before gradients are scattered.
+    """Returns whether the edges of every source are counted before gradients are scattered.
 
     Args:
         facts: facts about the structure of the forward pass.

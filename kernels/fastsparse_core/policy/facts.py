@@ -1,4 +1,4 @@
-"""What the rules know about a structure: numbers, without tensors."""
+"""The facts about a structure that the rules use: numbers and flags, no tensors."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ MOST_HEADS = 65_535
 
 
 class Facts(NamedTuple):
-    """What the rules need to know about a structure and its use so far.
+    """Facts about a structure and its use so far, for the rules.
 
     Attributes:
         is_cuda: whether the structure is on a GPU.
         num_dst: number of rows.
         num_src: number of columns.
         num_edges: number of entries.
-        uses: number of products that `auto` has counted with it.
+        uses: number of products with the structure that `auto` has counted.
         scattered: number of gradients that were summed with atomics; None: atomics are not allowed.
-        converted: whether it was converted to binary sparse blocks.
-        can_convert: whether the conversion is possible.
+        converted: whether the structure was converted to binary sparse blocks.
+        can_convert: whether the structure can be converted to these blocks.
         num_vectors: number of vectors in the blocks.
         has_sddmm_structure: whether the work list of sddmm on blocks was built.
         has_transpose: whether the transpose was built.
-        is_padded: whether it has space for more entries.
+        is_padded: whether the structure has space for more entries.
         deterministic: whether PyTorch is set to use deterministic algorithms.
         capturing: whether a CUDA graph is being captured.
     """

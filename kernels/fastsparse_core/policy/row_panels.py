@@ -8,7 +8,7 @@ from fastsparse_core.gpu import GpuProfile
 
 #: Threads per block of ssd's backward kernel.
 _WINDOW_THREADS = 384
-#: Time of a panel in ms, in addition to the time for reading its data.
+#: Time that a panel takes in addition to reading its data, in ms.
 _WINDOW_MS = 5e-6
 
 

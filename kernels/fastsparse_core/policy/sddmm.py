@@ -30,10 +30,10 @@ def sddmm_algorithm(
     """Resolves ``"auto"``, and a request that this call does not support, to ``"csr"`` or ``"flashsparse"``.
 
     Args:
-        facts: of the structure.
+        facts: facts about the structure.
         gpu: profile of the GPU.
         algorithm: the caller's choice.
-        dtype: of the features.
+        dtype: dtype of the features.
         head_bytes: bytes of one node's features in one head.
         heads: number of dot products per edge.
         aligned: whether rows of both features, and heads in them, start at multiples of 16 bytes.
@@ -64,7 +64,7 @@ def sddmm_algorithm(
 
 
 def sddmm_by_entry(facts: Facts, dtype: torch.dtype, aligned: bool) -> bool:
-    """Whether the CUDA kernel of ``"csr"`` processes entry by entry; otherwise, as in float64, row by row.
+    """Returns whether the CUDA kernel of ``"csr"`` processes entry by entry, not row by row as in float64.
 
     The kernel for entries loads 16 bytes per lane. It needs the row of every entry, 4 bytes per entry that
     are stored with the structure.

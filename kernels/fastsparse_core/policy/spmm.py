@@ -21,7 +21,8 @@ _WHY_NOT_DIRECT = (
     "bytes, and one value per edge. Pass algorithm='auto' to let FastSparse choose"
 )
 
-#: Shared memory of a block of the kernel in spmm_resident.cu: bytes per row of x, and bytes for the rest.
+#: Shared memory of a thread block of the kernel in spmm_resident.cu, in bytes: for one row of the tile of x,
+#: and for everything except the tile.
 _RESIDENT_TILE_BYTES = 256
 _RESIDENT_OTHER_BYTES = 16 * (512 + 8) + 16 * 128 * 8 + 512 * 4
 #: With fewer windows of 8 rows per multiprocessor, flashsparse leaves most of a GPU idle: for a pruned matrix
@@ -42,10 +43,10 @@ def spmm_algorithm(
     """Resolves ``"auto"``, and a request that this call does not support, to the name of a kernel.
 
     Args:
-        facts: of the structure.
+        facts: facts about the structure.
         gpu: profile of the GPU.
         algorithm: the caller's choice.
-        dtype: of the features.
+        dtype: dtype of the features.
         width: features per node.
         heads: number of values per edge; 1 if there are no values.
         aligned: whether features and result allow 16-byte accesses to whole rows.
@@ -84,7 +85,7 @@ def spmm_resident(
     heads: int,
     aligned: bool,
 ) -> bool:
-    """Whether csr or tca keeps a tile of all sources in shared memory and gathers there (spmm_resident.cu).
+    """Returns whether csr or tca gathers from a tile of all sources in shared memory (spmm_resident.cu).
 
     The conditions: the tile fits into the shared memory of a block, there are at least as many rows as
     sources, and a row of features takes at least half a tile (128 bytes) in float32, and more than that in 16
@@ -95,10 +96,10 @@ def spmm_resident(
     for rows of 256 entries (docs/dev/choosing.md).
 
     Args:
-        facts: of the structure.
+        facts: facts about the structure.
         gpu: profile of the GPU.
         algorithm: ``"csr"`` or ``"tca"``; other algorithms never use the tile.
-        dtype: of the features.
+        dtype: dtype of the features.
         width: features per node.
         heads: number of values per edge; 1 if there are no values.
         aligned: whether features allow 16-byte accesses to whole rows.
@@ -130,5 +131,5 @@ def _flashsparse_fits(facts: Facts, dtype: torch.dtype, width: int, heads: int, 
 
 
 def _has_few_windows(facts: Facts, gpu: GpuProfile) -> bool:
-    """Whether a few warps would process long windows in flashsparse while most of the GPU is idle."""
+    """Returns whether a few warps would process long windows in flashsparse while most of the GPU is idle."""
     return facts.num_dst < 8 * _FEW_WINDOWS * gpu.num_sms and facts.num_edges >= 8 * facts.num_dst

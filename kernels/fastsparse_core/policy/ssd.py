@@ -41,7 +41,7 @@ def ssd_backward_algorithm(facts: Facts, gpu: GpuProfile, dtype: torch.dtype, wi
         return "csr"
     if facts.num_edges < gpu.few_per_row * facts.num_dst and gpu.few_kept * k <= width:
         return "csr"
-    # A window's features, and a scale for each of its rows.
+    # Bytes of a window: the features of its rows, and one float32 scale per row.
     window_bytes = row_panels.HEIGHT * (width * dtype.itemsize + 4)
     fits = window_bytes <= gpu.shared_memory and facts.num_src <= row_panels.MOST_SOURCES
     return "windows" if fits else "csr"
@@ -50,11 +50,11 @@ def ssd_backward_algorithm(facts: Facts, gpu: GpuProfile, dtype: torch.dtype, wi
 def long_edge_groups(groups: RowSplit, num_edges: int, k: int, gpu: GpuProfile) -> tuple[int, bool]:
     """Number of edge groups that get a warp each in ssd, and whether the others have few entries.
 
-    The other groups share warps. They need a launch of their own, so there should be many of them (on pubmed,
-    sharing took a third longer). Measured on an H200 with k = 8: one kernel is for rows with two or three
-    entries (yeast from 0.91 to 0.57 ms, peptides from 0.085 to 0.054 ms), another for groups that mostly have
-    at most 31 entries (dd from 0.168 to 0.129 ms, in float16 from 0.162 to 0.096 ms). With many kept entries,
-    sharing is not worthwhile.
+    The other groups share warps. They need a separate launch, so sharing is worthwhile only if there are many
+    such groups (on pubmed, sharing took a third longer). Measured on an H200 with k = 8: the kernel for rows
+    with two or three entries reduced the time from 0.91 to 0.57 ms on yeast and from 0.085 to 0.054 ms on
+    peptides. The kernel for groups that mostly have at most 31 entries reduced the time on dd from 0.168 to
+    0.129 ms, and in float16 from 0.162 to 0.096 ms. It is not worthwhile if k is large.
     """
     num_groups = groups.slices.size(0)
     if num_edges < gpu.few_edges:
@@ -66,7 +66,7 @@ def long_edge_groups(groups: RowSplit, num_edges: int, k: int, gpu: GpuProfile) 
 
 
 def packs_ssd_rows(facts: Facts, gpu: GpuProfile, dtype: torch.dtype, k: int, width: int) -> bool:
-    """Whether ssd packs kept entries, four into 16 bytes, before it gathers them.
+    """Returns whether ssd packs kept entries, four into 16 bytes, before it gathers them.
 
     Packing moves 9 k bytes per source in float32 and takes one more launch. It is worthwhile if sources are
     gathered often and do not stay in the L2 cache. Times on an H200 with k = 32 and edge groups of 128,

@@ -17,7 +17,7 @@ def csr_tile(facts: Facts, item_size: int, gpu: GpuProfile, *, weighted: bool) -
 
 
 def features_per_lane(width: int, item_size: int) -> int:
-    """Features of a gathered row per lane in flashsparse: up to 16 bytes, not more than the width needs."""
+    """Number of features that a lane of flashsparse gathers: up to 16 bytes, and no more than a row needs."""
     most = 16 // item_size
     while most > 2 and (width % most or width <= 4 * most):
         most //= 2
@@ -25,5 +25,8 @@ def features_per_lane(width: int, item_size: int) -> int:
 
 
 def blocks_per_step(num_blocks: int, num_windows: int) -> int:
-    """Blocks that a warp gathers at once: 2 if windows have several blocks, otherwise 1, with more warps."""
+    """Number of blocks that a warp gathers at once: 2 if windows have several blocks, otherwise 1.
+
+    With 1, more warps run at the same time.
+    """
     return 2 if num_blocks >= 2.5 * num_windows else 1
