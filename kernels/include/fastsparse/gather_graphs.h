@@ -1,5 +1,5 @@
-// Batches of graphs, gathered from tensors that have the graphs of a whole dataset one after the other. One
-// call gathers all tensors of a batch. A graph's rows are contiguous, so a batch is one copy per graph and
+// Gathers a batch of graphs from tensors that store all graphs of a dataset, one after another. One call
+// gathers all tensors of a batch. A graph's rows are contiguous, so the batch needs one copy per graph and
 // tensor.
 //
 // Rows of one kind (nodes, edges, ...) share a pointer: graph g of the dataset has rows
@@ -32,11 +32,11 @@ enum class GraphFieldKind : int {
 struct GraphField {
   const void* from;
   void* to;
-  std::int64_t outer;      // product of the sizes before the dimension of the rows
-  std::int64_t row_bytes;  // bytes of a row, for one index of those dimensions
+  std::int64_t outer;      // product of the sizes of the dimensions before the dimension of the rows
+  std::int64_t row_bytes;  // bytes of a row, for one index of the dimensions before it
   std::int64_t from_rows;
   std::int64_t to_rows;
-  int rows;      // number of its pointer
+  int rows;      // number of the pointer to which the rows belong
   int added[2];  // pointers whose `first` is added, for index 0 and 1 of the dimension before the rows
   GraphFieldKind kind;
 };
