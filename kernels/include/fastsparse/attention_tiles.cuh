@@ -6,7 +6,7 @@
 // tile:
 //   - multiply_rows: 16 vectors x 8 own rows, the sum over a head's features (K Q^T);
 //   - add_columns: features x 8 own rows, the sum over the vectors, with the weights that the first product
-// gave (V^T P^T).
+//     gave (V^T P^T).
 // Between the products, a thread owns 4 entries of the block, as the tensor cores distribute them (Owned). In
 // 16-bit formats, the tile is the first operand of both products, and the weights are transposed before the
 // second. In float32, the own rows are the first operand of the first product. They fill half of its 16 rows,

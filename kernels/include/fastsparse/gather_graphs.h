@@ -20,12 +20,12 @@ constexpr int kMostGathered = 40;
 
 enum class GraphFieldKind : int {
   kCopy = 0,
-  kAddInt64 = 1,  // numbers of rows of another kind: adds where the graph's rows of that kind begin
+  kAddInt64 = 1,  // numbers of rows of another kind: adds the first of the graph's rows of that kind
   kAddInt32 = 2,
-  kGraph = 3,       // the graph that a row belongs to, int64; nothing is read
-  kFirst = 4,       // the pointer of the batch, int64; nothing is read
-  kRowPointer = 5,  // kAddInt64, and after the last row the total number of entries
-  kSlices = 6,      // (first entry, number of entries and row): the `RowSlice`s of uncut rows
+  kGraph = 3,       // the number of the graph to which a row belongs, int64; the dataset has no tensor for it
+  kFirst = 4,       // the pointer of the batch, int64; the dataset has no tensor for it
+  kRowPointer = 5,  // the same as kAddInt64; after the last row, it writes the total number of entries
+  kSlices = 6,  // (first entry, number of entries, row) of every row, which are the `RowSlice`s of uncut rows
 };
 
 // A tensor of the dataset and the corresponding tensor of the batch.
