@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(kHeadThreads,
 
   float max = -kInfinity, sum = 0;
   float acc[kLaneFeatures] = {}, acc_edge[kPart] = {};
-  // Adds the entries from `base` on. `whole`: every group of the warp has all of these entries, so none is
-  // masked.
+  // Adds the entries from `base` on. `whole`: every group of the warp has all of these entries, so no entry
+  // is masked.
   const auto add = [&](auto whole, const auto& entries, int base) {
     constexpr bool kWhole = decltype(whole)::value != 0;
     constexpr int kCount = sizeof(entries.col) / sizeof(entries.col[0]);
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kHeadThreads,
     }
 #pragma unroll
     for (int u = 0; u < kCount;
-         ++u) {  // explicit fma: the compiler contracts instances of this loop in two ways
+         ++u) {  // fma, because the compiler contracts instances of this loop in two ways
       float w = exp_or_zero(score[u] - reference);
       sum += w;
       if (!kPlain && input.dropout.threshold != 0) {
