@@ -154,8 +154,8 @@ void launch(const Tensor& like, const Args& args, void (*cpu)(const Args&, int),
 
 // ---------------------------------------------------------------- operators
 
-// Skips edges (num_rows, -1). The row alone is not enough to skip an edge: it could also be an index that is
-// one too large.
+// Checks the indices of all edges except (num_rows, -1), which compress leaves out. Row num_rows with another
+// col is an error: the row could be an index that is one too large.
 template <typename Index>
 void check_edges(const Tensor& row, const Tensor& col, std::int64_t num_rows, std::int64_t num_cols) {
   const auto* rows = static_cast<const Index*>(row.data_ptr());
