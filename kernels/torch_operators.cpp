@@ -63,7 +63,7 @@ Dtype dtype_of(const Tensor& tensor) {
   }
 }
 
-// The dtype of sums of numbers of a dtype.
+// PyTorch's code of the accumulation type of `dtype`.
 std::int32_t sum_type(Dtype dtype) {
   return dtype == Dtype::kFloat64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
 }

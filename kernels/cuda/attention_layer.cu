@@ -158,7 +158,7 @@ struct Layer {
   }
 
   struct Backward {
-    float* row_state;  // GATv2 and dot products may store a pair of numbers for every edge here
+    float* row_state;  // for dot products that read rows: {w, dS} of every edge and head
     float *partial_row, *partial_column, *partial_other;
     float *first, *second, *third;  // gradients before a kernel copies them or adds them to the results
     float* sums;

@@ -456,7 +456,7 @@ struct Gatv2AttentionBackwardArgs {
   void* grad_x_src;       // (num_cols, heads * head_width)
   float* grad_att;        // (att_rows, heads * head_width); the gradient is the sum of these rows
   std::int64_t att_rows;  // number of lane groups of the row pass
-  float* row_state;       // (num_rows, heads, 2), then (num_rows, heads)
+  float* row_state;       // (num_rows, heads, 2): lse and delta
   float* partial_dst;     // (num_slots, heads * head_width)
   float* partial_src;     // (num_slots of the transposed structure, heads * head_width)
 };
