@@ -115,8 +115,8 @@ struct EdgeMessageBackwardArgs {
   void* grad_features;  // scratch (tiles, num_values, edge_width) in the accumulation type: gradient of the
                         // raw features per tile of the width; their sum is maps.features; null: not computed
   void* grad_weight;    // scratch (groups, edge_width, width) in the accumulation type; for relu (groups,
-                      // edge_width + 1, width), with the bias: gradients per group of lanes, which are summed;
-                      // null: not computed; CUDA only
+                        // edge_width + 1, width), with the bias: gradients per group of lanes, which are
+                      // summed; null: not computed; CUDA only
   void* grad_of_value;  // scratch (groups, edge_width, width), the same as grad_weight for U; gates only
   std::int64_t groups;
   EdgeMapGradients maps;
