@@ -116,7 +116,7 @@ struct EdgeMessageBackwardArgs {
                         // raw features per tile of the width; their sum is maps.features; null: not computed
   void* grad_weight;    // scratch (groups, edge_width, width) in the accumulation type; for relu (groups,
                         // edge_width + 1, width), with the bias: gradients per group of lanes, which are
-                      // summed; null: not computed; CUDA only
+                        // summed; null: not computed; CUDA only
   void* grad_of_value;  // scratch (groups, edge_width, width), the same as grad_weight for U; gates only
   std::int64_t groups;
   EdgeMapGradients maps;
