@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
 
   const auto rows = lane.gather(input.v);
 
-  // Columns are read two batches ahead, and the scores of those columns one batch ahead.
+  // Columns are read two batches ahead, and the scores of their sources one batch ahead.
   const auto column = [&](int entry) {
     return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0;
   };

@@ -195,7 +195,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
           const State state = kTransposed ? gathered_state[i / kRowsOwned] : own_state[h][i % kRowsOwned];
-          // Rounded as in the forward pass, so that the only score of a row has exactly the weight 1.
+          // Rounded in the same way as in the forward pass, so that the only score of a row has exactly the
+          // weight 1.
           float power = __fmul_rn(score[i], scale), factor = 1;
           if constexpr (kExtras) {
             power += entries.bias(input, i, position[i], first_head + h);

@@ -7,9 +7,9 @@
 //   - GATv2: W a_ij is inside the leaky ReLU, so it is computed here and not stored. W is in registers if an
 //     edge has up to 8 features, otherwise in the L1 cache.
 //
-// Floors, E entries of width F = H D: 2 E F sizeof(T) bytes gathered (GATv2: half, because the key is also
-// the value) and E A sizeof(T) read. Without edge features (A = 0) the policies are those of attention and of
-// gatv2_attention.
+// Floors, for E entries of width F = H D: 2 E F sizeof(T) bytes gathered (GATv2: half, because the key is
+// also the value) and E A sizeof(T) bytes read. Without edge features (A = 0), the policies compute the
+// attention of attention_bsb.cu and of gatv2_attention.cu.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/edge_attention.cuh"

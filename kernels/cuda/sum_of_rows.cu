@@ -1,5 +1,5 @@
 // Sums of the columns of a tall matrix, for the gradient of a bias: one pass over the matrix, in float64.
-// PyTorch's sum leaves most of the GPU idle, and a product with ones adds in float32.
+// PyTorch's sum leaves most of the GPU idle, and a product with a vector of ones adds in float32.
 //
 // Rows are divided into parts, a few per multiprocessor. In a block of threads, lane x of `columns` handles
 // kVec columns with one 16-byte load each, and line y of threads handles every (kThreads / columns)-th row of

@@ -55,7 +55,7 @@ struct AttentionLayerBackward {
   void* grad_first;  // gradients of the vectors, in the accumulation type; null for these and all following
                      // fields: not computed
   void* grad_second;
-  void* work;  // the same as in AttentionCsrBackwardArgs
+  void* work;  // (num_values, heads, 2), see AttentionCsrBackwardArgs
   void* grad_edge;
   void* grad_edge_weight;
   void* grad_bias;      // (width) in the accumulation type

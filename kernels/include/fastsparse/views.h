@@ -180,7 +180,7 @@ struct AggregateLinearBackwardArgs {
   std::int64_t num_slabs;
   std::int64_t width;
   std::int64_t out_width;
-  int num_terms;  // as in AggregateLinearArgs
+  int num_terms;  // the same as in AggregateLinearArgs
 };
 
 // The product of SpmmArgs on tensor cores, for float16, bfloat16 and float32.
@@ -195,7 +195,7 @@ struct SpmmBsbArgs {
   DenseView x;
   const void* scale_dst;
   const void* scale_src;  // (num_cols); used only for `loop`
-  const void* loop;       // as in SpmmArgs
+  const void* loop;       // one number in the accumulation type; null: none; see SpmmArgs
   const void* bias;
   bool relu;  // out = max(out, 0)
   void* out;
@@ -289,8 +289,8 @@ struct HybridRowsArgs {
   std::int64_t most_long;
   RowSlice* slices;  // out (most_long + num_rows): the long items, then one short item per row, whose length
                      // is -1 if the row has none
-  std::int32_t* split_row;  // out, as in RowSplitView
-  std::int64_t* split_ptr;  // out, as in RowSplitView
+  std::int32_t* split_row;  // out: row of every split row (RowSplitView)
+  std::int64_t* split_ptr;  // out: slots of every split row (RowSplitView)
 };
 FASTSPARSE_ARGUMENTS(HybridRowsArgs, FIELDS(rowptr, num_rows, multiple, longest, counts, most_long, slices,
                                             split_row, split_ptr));
@@ -340,7 +340,7 @@ FASTSPARSE_ARGUMENTS(SddmmArgs, AS(structure, a), ALSO(split), FIELDS(heads, x_d
 // first entry of a row to find an entry's position in the CSR structure.
 struct SddmmBsbArgs {
   BsbView a;
-  const std::int64_t* rowptr;       // (num_rows + 1) as in CsrView
+  const std::int64_t* rowptr;       // (num_rows + 1): row pointers of the CSR structure
   const std::int32_t* slot_window;  // (num_slots): window of every slice, for windows with several slices
   const std::int64_t* slot_entry;   // (num_slots, 8): CSR position of every row's first entry in the slice
   const std::int64_t* quad_vector;  // (num_quads): number of vectors with entries before the quad; then
@@ -995,7 +995,7 @@ FASTSPARSE_ARGUMENTS(MaxkArgs, FIELDS(x), NUM_ROWS(num_rows), WIDTH(width), DTYP
 // Copies the entries of dense rows whose bits are set; the other entries become 0.
 struct MaskRowsArgs {
   DenseView dense;            // (num_rows, width)
-  const std::uint32_t* kept;  // as in MaxkArgs
+  const std::uint32_t* kept;  // (num_rows, ceil(width / 32)) words of bits, see MaxkArgs
   void* out;                  // (num_rows, width)
   std::int64_t num_rows;
   std::int64_t width;
@@ -1007,7 +1007,7 @@ FASTSPARSE_ARGUMENTS(MaskRowsArgs, FIELDS(dense), NUM_ROWS(num_rows), WIDTH(widt
 // Dense rows from CBSR: the values at their column ids, and 0 in the other columns.
 struct CbsrToDenseArgs {
   const void* values;  // (num_rows, k)
-  const void* ids;     // as in MaxkArgs
+  const void* ids;     // (num_rows, k): uint8 if width <= 256, else uint16
   void* out;           // (num_rows, width)
   std::int64_t num_rows;
   std::int64_t width;
@@ -1020,7 +1020,7 @@ FASTSPARSE_ARGUMENTS(CbsrToDenseArgs, FIELDS(width), MATRIX(values), NUM_ROWS(nu
 // The entries of dense rows at the column ids of a CBSR matrix.
 struct CbsrGatherArgs {
   DenseView dense;  // (num_rows, width)
-  const void* ids;  // as in MaxkArgs
+  const void* ids;  // (num_rows, k): uint8 if width <= 256, else uint16
   void* out;        // (num_rows, k)
   std::int64_t num_rows;
   std::int64_t width;
