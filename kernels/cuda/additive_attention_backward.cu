@@ -11,7 +11,7 @@
 //     slope) (N+ P- - N- P+),   delta = N+ + N-.
 //   - The column pass over A^T gathers dO_i once for dv, dscore_src and dbias.
 //
-// Floors, E entries of width F: 2 E F sizeof(T) bytes gathered, E heads (4 + 16) bytes of scores and row
+// Floors, for E entries of width F: 2 E F sizeof(T) bytes gathered, E heads (4 + 16) bytes of scores and row
 // states. Slices of a row are combined in slot order.
 
 #include "fastsparse/additive_score.cuh"

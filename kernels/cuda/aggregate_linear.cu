@@ -1,11 +1,12 @@
 // GraphSAGE's layer in float32 in one kernel: sums neighbours, and applies linear maps to the sums and to the
 // nodes' own features.
 //
-// Floors per call, E entries, n rows of width K to N features: 4 K E bytes gathered, 4 n (K + N) bytes read
-// and written, 4 n K bytes for sums that the backward pass reads; 4 n K N flops. On an H200, bytes and flops
-// take about as long, one after the other, so the products run on tensor cores. A float32 number is exactly
-// the sum of three bfloat16 terms. Of the nine products of terms, six are summed; the others are below 2^-22
-// of the first. If torch.set_float32_matmul_precision asks for less, there are two terms and three products.
+// Floors per call, for E entries, n rows of width K to N features: 4 K E bytes gathered, 4 n (K + N) bytes
+// read and written, 4 n K bytes for sums that the backward pass reads; 4 n K N flops. On an H200, bytes and
+// flops take about equally long and do not overlap, so products run on tensor cores. A float32 number is
+// exactly the sum of three bfloat16 terms. Of the nine products of terms, six are summed; the others are
+// below 2^-22 of the first. If torch.set_float32_matmul_precision asks for less, there are two terms and
+// three products.
 //
 // Both weights stay in shared memory, as terms, if they are up to 128 wide. Wider weights are divided into
 // tiles of 128, with one launch per tile. The first tile of outputs gathers the neighbours and writes their

@@ -1,7 +1,7 @@
 // Gradients of the parameters of aggregate_linear, in float32: dW = dY^T S, dW_r = dY^T X and the sums of
 // dY's columns, in one pass over the rows.
 //
-// Floors per call, n rows: 4 n (2 K + N) bytes, 4 n K N flops, as bfloat16 terms on tensor cores
+// Floors per call, for n rows: 4 n (2 K + N) bytes, 4 n K N flops, as bfloat16 terms on tensor cores
 // (aggregate_linear.cu).
 //   - A block sums a slab of rows for up to 128 x 128 gradients of W or W_r in registers. Each of its two
 //     warpgroups has 64 of dY's columns.

@@ -15,9 +15,9 @@
 //     atomics: 8 E F bytes.
 //   - GATv2's dW is computed in one pass over the edges, without a gather.
 //
-// Floors, E entries of width F: 4 E F sizeof(T) bytes gathered (GATv2: 2), 16 E H bytes of pairs written and
-// read. Slices of a row are combined in slot order, and the caller adds the sums of groups of lanes, so there
-// are no other atomics.
+// Floors, for E entries of width F: 4 E F sizeof(T) bytes gathered (GATv2: 2), 16 E H bytes of pairs written
+// and read. Slices of a row are combined in slot order, and the caller adds the sums of groups of lanes, so
+// there are no other atomics.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/atomic_add.cuh"

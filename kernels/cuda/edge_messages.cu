@@ -5,7 +5,7 @@
 // summed over lanes (edge_messages.cuh explains the lanes). Raw edge features are multiplied by W here, with
 // W in the L1 cache. Each weight is read once for all edges in flight, and W a_ij is not stored.
 //
-// Floors in bytes, E entries of width F, A raw features, T bytes per number:
+// Floors in bytes, for E entries of width F, A raw features, T bytes per number:
 //   - relu: E F T gathered, E F T or E A T of edges read, E F / 8 of signs written. The backward pass reads
 //     the signs instead of x and the edges.
 //   - gates: 2 E F T gathered; with state, also E F T read and written.

@@ -11,8 +11,8 @@
 //     registers; the caller adds the groups' parts.
 //   - The column pass over A^T gathers x_dst_i and dO_i.
 //
-// Floors, E entries of width F: 3 E F sizeof(T) bytes gathered; about 10 instructions per feature, entry and
-// pass. Slices of a row are combined in slot order, without atomics.
+// Floors, for E entries of width F: 3 E F sizeof(T) bytes gathered; about 10 instructions per feature, entry
+// and pass. Slices of a row are combined in slot order, without atomics.
 
 #include <algorithm>
 

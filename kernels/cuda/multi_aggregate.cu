@@ -10,8 +10,8 @@
 // avoid cancellation. W a_ij is computed from the edge's features, with W in the L1 cache. A second kernel
 // merges the slices of a row in a fixed order, without atomics.
 //
-// Floor, E entries of width F: E F sizeof(T) bytes gathered, and E A sizeof(T) for A features per edge (E F
-// sizeof(T) if e_ij is given per edge).
+// Floor, for E entries of width F: E F sizeof(T) bytes gathered, and E A sizeof(T) for A features per edge (E
+// F sizeof(T) if e_ij is given per edge).
 
 #include "fastsparse/launchers.h"
 #include "fastsparse/multi_aggregate.cuh"

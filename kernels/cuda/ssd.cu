@@ -14,8 +14,8 @@
 // numbers with a power of two of their own. Then a source is one run of 4 k bytes in every dtype instead of
 // two runs in two arrays, and an entry takes fewer instructions.
 //
-// Bounds per call, E edges of k kept entries: E k (sizeof(T) + sizeof(Id)) bytes gathered (4 E k if packed).
-// 32 additions at random addresses of shared memory have on average a 3.5-way bank conflict.
+// Bounds per call, for E edges of k kept entries: E k (sizeof(T) + sizeof(Id)) bytes gathered (4 E k if
+// packed). 32 additions at random addresses of shared memory have on average a 3.5-way bank conflict.
 //
 // Groups with infinities, NaN or only tiny numbers are summed as floats, one entry at a time. The same holds
 // for float64, and for rows that are too wide.
