@@ -1,6 +1,6 @@
 // The module `_C`: every operator of launchers.h as a function, structures and plans as classes, and
-// functions that do more than fill a struct. Tensors become addresses and strides here; Python has checked
-// them.
+// functions that do more than fill a struct. Tensors are converted to addresses and strides here; Python has
+// checked them before.
 #define FASTSPARSE_BINDING
 #include <pybind11/pybind11.h>
 #include <structmember.h>
@@ -35,7 +35,7 @@
 
 namespace fastsparse {
 
-// The device of a call. device < 0: the CPU, with `queue` threads; otherwise `queue` is a stream.
+// The device on which a call runs. device < 0: the CPU, with `queue` threads; otherwise `queue` is a stream.
 struct Place {
   int device;
   std::uintptr_t queue;
@@ -52,7 +52,7 @@ struct Device {
 };
 FASTSPARSE_ARGUMENTS(Device, FIELDS(device));
 
-// For a plan, which knows its device.
+// The stream or number of threads of a call. The plan that is called knows its device.
 struct Queue {
   std::uintptr_t queue;
 };
@@ -94,7 +94,7 @@ void launch(const Args& args, const Place& place) {
 
 // ---------------------------------------------------------------- calls from Python
 
-// The struct that a list fills; for a type without a list, the type itself.
+// The struct that a list fills; if `List` is not a list, the struct is `List` itself.
 template <typename List, typename = void>
 struct ArgsOf {
   using Type = List;
@@ -141,7 +141,7 @@ PyObject* result_of(const Run& run) {
   }
 }
 
-// A function for Python: fills the struct of `List`, then `Where`, and calls kRun with both.
+// A function for Python. It fills the struct of `List` and then `Where`, and calls kRun with both.
 template <typename List, typename Where, auto kRun>
 struct Function {
   static inline Parameters* parameters = nullptr;
@@ -158,7 +158,7 @@ struct Function {
   }
 };
 
-// The arguments of a method, before the arguments of the call are read.
+// Initial values of a method's arguments, before the arguments of the call are read.
 template <typename Args, typename C>
 Args begin_with(const C&) {
   return {};
@@ -182,7 +182,7 @@ struct Method {
   }
 };
 
-// Makes an instance of C from the struct of `List`, by kMake.
+// Makes an instance of C with kMake, from the struct of `List`.
 template <typename C, typename List, auto kMake>
 struct Constructor {
   static inline Parameters* parameters = nullptr;
@@ -202,7 +202,7 @@ struct Constructor {
   }
 };
 
-// Definitions are never freed.
+// Describes a method or function for Python. These descriptions are never freed.
 template <typename Call, typename List, typename Where = Nothing>
 PyMethodDef method(const char* name, const char* result) {
   Call::parameters = new Parameters(name, part_of<List>(), part_of<Where>(), result);
@@ -308,11 +308,11 @@ PyObject* tuple_of(const std::int64_t* numbers, std::size_t count) {
 
 enum class SpmmKernel { kCsr, kTca, kResident, kResidentTca, kHr };
 
-// A kernel of spmm that reads CSR, with the arguments that all calls of one dtype and width share.
+// A kernel of spmm that reads CSR, with the arguments that are the same in all calls of one dtype and width.
 struct SpmmPlan {
   SpmmKernel kernel;
   SpmmArgs args;
-  std::int64_t num_long;  // kHr only
+  std::int64_t num_long;  // only for kHr
   int device;
 };
 FASTSPARSE_ARGUMENTS(SpmmPlan, FIELDS(kernel), AS(structure, args.a), ALSO(args.split),
@@ -365,7 +365,8 @@ void aggregate_linear_backward(const AggregateLinearBackwardCall& call, const Pl
 
 struct SegmentReduceCall {
   SegmentReduceArgs args;
-  const std::int64_t* facts;  // facts of segments that the host does not know yet; null: it knows them
+  const std::int64_t* facts;  // device memory with facts about segments that the host has not read yet; null:
+                              // the host knows them
 };
 FASTSPARSE_ARGUMENTS(SegmentReduceCall, AS(structure, args.a), ALSO(args.split), IN(args, reduction, x),
                      WIDTH(args.width), DTYPE(args.dtype), IN(args, out, extra, partial), FIELDS(facts));
@@ -392,7 +393,7 @@ AttentionCsrArgs make_attention_csr(const AttentionCsrArgs& given) {
   return args;
 }
 
-// Launches with the arguments of an object.
+// Calls the launcher with the arguments that an object stores.
 template <typename Args>
 struct Object {
   Args args;
@@ -442,11 +443,11 @@ void stack_maps(const StackMapsCall& call, const Place& place) {
   on_cuda<StackedMapsArgs, FASTSPARSE_OF_CUDA(stack_maps)>(args, place);
 }
 
-// A layer's attention on CUDA, with the structure of the graph and, for the backward pass, that of the
-// transposed graph.
+// A layer's attention on CUDA, with the structure of the graph. The backward pass also needs the structure of
+// the transposed graph.
 struct CudaAttentionLayer {
   CudaAttentionLayerArgs args;
-  long long scratch, state;  // numbers of float32
+  long long scratch, state;  // sizes as numbers of float32
   int device;
 };
 
@@ -542,7 +543,7 @@ void compress(const CompressCall& call, const Place& place) {
   });
 }
 
-// Facts that `inspect` or `sort_edges` wrote, which on CUDA waits for the device.
+// The facts that `inspect` or `sort_edges` wrote. On CUDA, the function waits for the device.
 template <int kCount>
 PyObject* read_facts(const std::int64_t* written, const Place& place) {
   std::int64_t facts[kCount];
@@ -619,7 +620,7 @@ struct TransposeCall {
   std::int64_t num_rows, num_cols, num_edges;
   std::int64_t* colptr;
   std::int32_t* row_out;
-  char* order;  // position of each entry before the sort; null: not kept
+  char* order;  // position of each entry before the sort; null: not stored
   char* scratch;
   std::size_t scratch_bytes;
 
@@ -641,7 +642,8 @@ struct TransposeBytesCall {
 };
 FASTSPARSE_ARGUMENTS(TransposeBytesCall, IN(sizes, num_rows, num_cols, num_edges), FIELDS(keeps_order));
 
-// Scratch of `transpose`: the row of every entry, the order if the caller does not keep it, and the sort's.
+// Size of the scratch of `transpose`: the row of every entry, the order if the caller does not need it, and
+// the scratch of the sort.
 std::size_t transpose_scratch_bytes(const TransposeBytesCall& call, const Device& where) {
   char any;
   const std::size_t order = call.keeps_order || where.device < 0 ? 0 : call.sizes.order_bytes();
@@ -673,7 +675,7 @@ std::int64_t count(const NumRowsCall& call, const Nothing&) {
   return kCount(call.num_rows);
 }
 
-// An index that a device sorts; the host can wait for the result later.
+// An index that a device is sorting; the host can wait for the result later.
 struct SegmentSort {
   int device;
   std::int64_t* words;
@@ -692,8 +694,8 @@ FASTSPARSE_ARGUMENTS(SegmentSortCall,
                      FIELDS(scratch, scratch_bytes), IN(place, device, queue));
 
 #ifdef FASTSPARSE_WITH_CUDA
-// A few words of host memory that a device can write, and an event of that device. Creating them takes the
-// driver longer than sorting an index, so they are reused.
+// A few words of host memory that a device can write, and an event of that device. They are reused, because
+// the driver takes longer to create them than to sort an index.
 struct HostWords {
   std::int64_t* words = nullptr;
   cudaEvent_t event = nullptr;
@@ -741,7 +743,7 @@ SegmentSort sort_segments([[maybe_unused]] const SegmentSortCall& call) {
   cudaStreamCaptureStatus status;
   check(cudaStreamIsCapturing(stream, &status));
   if (status != cudaStreamCaptureStatusNone) check(cudaErrorStreamCaptureUnsupported);
-  // Words of a failed sort are not reused, because a kernel may still write to them.
+  // Words of a failed sort are not reused, because one of its kernels may still write to them.
   const HostWords host = HostWords::take(device);
   args.host_facts = host.words;
   check(cuda::sort_segments(args, call.scratch, call.scratch_bytes, stream));
@@ -756,7 +758,7 @@ void free_segment_sort(PyObject* self) {
 #ifdef FASTSPARSE_WITH_CUDA
   const SegmentSort& sort = reinterpret_cast<Instance<SegmentSort>*>(self)->value;
   const auto event = static_cast<cudaEvent_t>(sort.event);
-  // Words that will still be written must not be reused.
+  // Words that a kernel may still write to must not be reused.
   if (cudaEventSynchronize(event) == cudaSuccess) HostWords{sort.words, event}.keep(sort.device);
 #endif
   PyTypeObject* type = Py_TYPE(self);
@@ -877,7 +879,7 @@ FASTSPARSE_ARGUMENTS(PlanGraphsCall, OBJECT(index, "Sequence[int] | None"),
                      FIELDS(positions, num_graphs, graph_at, num_positions),
                      OBJECT(pointers, "Sequence[Tensor]"), FIELDS(table));
 
-// Writes the table of a batch (gather_graphs.h), and returns how many rows it has of every kind.
+// Writes the table of a batch (gather_graphs.h), and returns the batch's number of rows of every kind.
 PyObject* plan_graphs(const PlanGraphsCall& call, const Nothing&) {
   std::vector<std::int64_t> chosen(call.positions, call.positions + (call.positions ? call.num_graphs : 0));
   if (call.positions == nullptr) chosen = integers(call.index);
@@ -950,8 +952,8 @@ struct HoldSameCall {
 FASTSPARSE_ARGUMENTS(HoldSameCall, OBJECT(containers, "Sequence[dict[Any, Any] | list[Any]]"),
                      OBJECT(values, "list[Any]"));
 
-// Whether `values` are the objects in the containers, one container after the other. The objects of a large
-// dataset are not in the caches, so they are prefetched.
+// Tells if `values` are the same objects as those in the containers, one container after another. The objects
+// of a large dataset are not in the caches, so they are prefetched.
 PyObject* hold_same(const HoldSameCall& call, const Nothing&) {
   constexpr Py_ssize_t kAhead = 8;
   const auto containers = held(PySequence_Fast(call.containers, "expected a sequence"));
@@ -997,7 +999,7 @@ struct GatherRowsOfHostCall {
 FASTSPARSE_ARGUMENTS(GatherRowsOfHostCall,
                      FIELDS(table, index, staging, out, num_rows, row_bytes, threads, piece));
 
-// Gathers rows with host threads into host memory. With a device, the threads fill page-locked memory, and
+// Gathers rows of host memory with host threads. With a device, the threads write to page-locked memory, and
 // every piece is sent to the device as soon as it is full.
 void gather_rows_of_host(const GatherRowsOfHostCall& call, const Place& place) {
   const bool sends = place.device >= 0;

@@ -63,7 +63,7 @@ Dtype dtype_of(const Tensor& tensor) {
   }
 }
 
-// The accumulation type of a dtype.
+// PyTorch's code of the accumulation type of `dtype`.
 std::int32_t sum_type(Dtype dtype) {
   return dtype == Dtype::kFloat64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
 }
@@ -87,7 +87,7 @@ EdgeValueView values_of(const MaybeTensor& value, Dtype otherwise) {
   return {data_of(value), dtype_of(*value), value->dim() > 1 ? value->size(1) : 1};
 }
 
-// A structure as `compress` returns it, and the number of its columns.
+// A structure, as `compress` returns it, and its number of columns.
 struct Rows {
   const Tensor& rowptr;
   const Tensor& col;
@@ -112,9 +112,9 @@ struct Rows {
 };
 
 #ifdef FASTSPARSE_WITH_CUDA
-// PyTorch's current stream. Only PyTorch with CUDA has the function. It is looked up at run time, so that
-// this library is not linked to libtorch_cuda and also loads without it. Python does not export symbols of
-// PyTorch's libraries globally, so the library is opened by name.
+// Returns PyTorch's current stream. Only PyTorch with CUDA has the function that returns it. That function is
+// looked up at run time, so that this library is not linked to libtorch_cuda and also loads without it.
+// Python does not load PyTorch's libraries with global symbols, so the library is opened by name.
 void* current_stream(int device) {
   using Function = AOTITorchError (*)(std::int32_t device, void** stream);
   static const auto ask = [] {
@@ -154,7 +154,8 @@ void launch(const Tensor& like, const Args& args, void (*cpu)(const Args&, int),
 
 // ---------------------------------------------------------------- operators
 
-// Edges (num_rows, -1) are left out. The row alone could also be an index that is one too large.
+// Checks the indices of all edges except (num_rows, -1), which compress leaves out. Row num_rows with another
+// col is an error: the row could be an index that is one too large.
 template <typename Index>
 void check_edges(const Tensor& row, const Tensor& col, std::int64_t num_rows, std::int64_t num_cols) {
   const auto* rows = static_cast<const Index*>(row.data_ptr());
@@ -169,7 +170,7 @@ void check_edges(const Tensor& row, const Tensor& col, std::int64_t num_rows, st
   }
 }
 
-// On CUDA no row is cut, so that nothing is read from the device: every row has one slice.
+// On CUDA, rows are not cut: each row has one slice, so that the host need not read sizes from the device.
 void slice_rows(const Tensor& rowptr, const Tensor& slices, std::int64_t num_rows) {
 #ifdef FASTSPARSE_WITH_CUDA
   constexpr std::int64_t kUncut = std::int64_t{1} << 31;
@@ -193,8 +194,8 @@ void slice_rows(const Tensor& rowptr, const Tensor& slices, std::int64_t num_row
 #endif
 }
 
-// Sorts edges stably by row. Edges with row num_rows are left out and come last; their col is -1 on the CPU,
-// and 0 on CUDA, where indices are not checked.
+// Sorts edges stably by row. Edges with row num_rows are left out of the rows, and are stored last. Their col
+// is -1 on the CPU, and 0 on CUDA, where indices are not checked.
 std::tuple<Tensor, Tensor, Tensor, Tensor> compress(Tensor row, Tensor col, std::int64_t num_rows,
                                                     std::int64_t num_cols) {
   const std::int64_t num_edges = row.size(0);
@@ -258,7 +259,7 @@ Tensor spmm(Tensor x, MaybeTensor value, MaybeTensor scale_dst, MaybeTensor scal
   args.relu = relu;
   args.out = out.data_ptr();
   args.width = x.size(1);
-  const bool is_weighted = value || scale_src;  // as policy.csr_tile
+  const bool is_weighted = value || scale_src;  // the same choice as policy.csr_tile
   args.tile = args.dtype == Dtype::kFloat32   ? (is_weighted ? 64 : 32)
               : args.dtype == Dtype::kFloat64 ? 16
                                               : 64;
@@ -290,8 +291,8 @@ Tensor spmm_extremum(Tensor x, MaybeTensor value, Tensor rowptr, Tensor col, Ten
 #ifdef FASTSPARSE_WITH_CUDA
 float* floats_of(const Tensor& tensor) { return static_cast<float*>(tensor.data_ptr()); }
 
-// The conditions of `unsupported_reason` in ops/_attention.py: without them the launchers return no result.
-// For other calls, `for_cpp` writes PyTorch's operators.
+// Checks the conditions of `unsupported_reason` in ops/_attention.py, without which the launchers write no
+// result. For calls that do not meet them, `for_cpp` exports PyTorch's operators.
 void check_attention_on_cuda(const AttentionCsrArgs& args, const Tensor& dst, const Tensor& src,
                              bool has_values) {
   constexpr std::int64_t kMostHeads = 65'535, kMostHeadWidth = 256, kMostWidth = 32 * 65'535;

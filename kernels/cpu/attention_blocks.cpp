@@ -1,5 +1,5 @@
-// Attention on the CPU: products with the rows of a block, and weighted sums of these rows, with SIMD
-// vectors. Compiled once for every type, and called from both passes.
+// Inner loops of attention on the CPU, with SIMD vectors: products with the gathered rows of a block of
+// entries, and weighted sums of these rows. They are compiled once for every type, and both passes call them.
 #include <algorithm>
 #include <type_traits>
 
@@ -15,9 +15,9 @@ namespace {
   __builtin_shuffle(a, b, Lanes<Int, sizeof(a) / sizeof(Int)>{__VA_ARGS__})
 #endif
 
-// Adds neighbouring lanes of `a`, and of `b`, and writes the sums to `a`. It does that in each half of the
-// vectors, because AVX2's shuffles do not cross halves. With `halves`: adds the two halves of `a`, and those
-// of `b`.
+// Writes the sums of neighbouring lanes of `a` and `b` to `a`. Each half of the vectors is processed
+// separately, because AVX2's shuffles do not cross halves. With `halves`: adds the two halves of `a`, and the
+// two halves of `b`.
 FASTSPARSE_INLINE void add_neighbours(Vector<float>& a, const Vector<float>& b, bool halves) {
   a = halves ? FASTSPARSE_SHUFFLE(std::int32_t, a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
                    FASTSPARSE_SHUFFLE(std::int32_t, a, b, 4, 5, 6, 7, 12, 13, 14, 15)
@@ -31,7 +31,7 @@ FASTSPARSE_INLINE void add_neighbours(Vector<double>& a, const Vector<double>& b
                    FASTSPARSE_SHUFFLE(std::int64_t, a, b, 1, 5, 3, 7);
 }
 
-// The rows of a `Gather`, with their C++ type.
+// The rows of a `Gather` as pointers to T.
 template <typename T>
 struct Rows {
   const T* base;
@@ -54,7 +54,8 @@ struct Rows {
   }
 };
 
-// V: a number or a vector of numbers. Zeros may count as positive or negative: z * slope is 0, too.
+// z = leaky_relu(z). V: a number or a vector of numbers. The sign of a zero does not matter: z * slope is 0,
+// too.
 template <typename V, typename A>
 FASTSPARSE_INLINE void leaky_relu(V& z, A slope) {
   if constexpr (std::is_arithmetic_v<V>) {
@@ -78,7 +79,7 @@ FASTSPARSE_INLINE void clear_lanes(std::int64_t first, Vector<A>& lanes) {
   lanes = reinterpret_cast<Vector<A>>(reinterpret_cast<Mask>(lanes) & mask);
 }
 
-// Products of the vector of features that begins at `f`.
+// Multiplies the vector of features that begins at `f`, without summing the products.
 template <typename T, bool kHidden>
 FASTSPARSE_INLINE void multiply(const Hidden<Acc<T>>& hidden, const T* right, std::int64_t f,
                                 Vector<Acc<T>>& product) {
@@ -190,8 +191,8 @@ FASTSPARSE_INLINE void make_term(const V& left, A slope, V& right) {
   }
 }
 
-// Adds a block's sums of the vector of features that begins at `f`. Its first `skip` features were added
-// before.
+// Adds a block's sums to `sum`, for the vector of features that begins at `f`. The first `skip` features of
+// the vector are left out, because the previous vector included them.
 template <typename V, typename A>
 FASTSPARSE_INLINE void add_block(V& block, std::int64_t f, std::int64_t skip, const Sum<A>& sum) {
   V total, compensation;
@@ -203,8 +204,8 @@ FASTSPARSE_INLINE void add_block(V& block, std::int64_t f, std::int64_t skip, co
   store_vector<A>(compensation, sum.compensation + f);
 }
 
-// Accumulates the kVectors vectors of features that begin at `f`. The first `skip` features were summed
-// before.
+// Accumulates the kVectors vectors of features that begin at `f`. Their first `skip` features are left out,
+// because the previous vector included them.
 template <typename T, Term kTerm, int kVectors>
 FASTSPARSE_INLINE void accumulate_tile(const Acc<T>* weight, const Hidden<Acc<T>>& hidden,
                                        const Rows<T>& right, std::int64_t f, std::int64_t skip,
@@ -283,7 +284,8 @@ FASTSPARSE_INLINE void accumulate_block(Term term, const Acc<T>* weight, const H
   }
 }
 
-// Gathered rows plus W a, for the rows that begin at `entry` and the kVectors vectors of features at `f`.
+// Computes gathered rows plus W a, for the kEntries rows from `entry` on and the kVectors vectors of features
+// at `f`.
 template <typename T, int kEntries, int kVectors>
 FASTSPARSE_INLINE void project_tile(const Rows<T>& right, int entry, std::int64_t f, const Acc<T>* columns,
                                     std::int64_t edge_width, const Acc<T>* weight, std::int64_t width,
@@ -353,7 +355,8 @@ FASTSPARSE_INLINE void project_block(const Rows<T>& right, const Acc<T>* columns
   }
 }
 
-// The kVectors vectors of features that begin at `f`. The first `skip` features were summed before.
+// Adds the gradients for the kVectors vectors of features that begin at `f`. Their first `skip` features are
+// left out, because the previous vector included them.
 template <typename T, int kVectors>
 FASTSPARSE_INLINE void hidden_tile(const Acc<T>* weight, const Hidden<Acc<T>>& hidden, const Rows<T>& right,
                                    std::int64_t f, std::int64_t skip, const HiddenGradients<Acc<T>>& to) {

@@ -1,5 +1,6 @@
 // Attention on the CPU, forward: scores, online softmax (Milakov and Gimelshein, 2018) and weighted sum, row
-// by row, in blocks of 64 entries. Bound by the gather of keys and values: E H (D + Dv) elements.
+// by row, in blocks of 64 entries. The gather of keys and values bounds the time: num_edges * heads *
+// (head_width + value_width) elements.
 #include <vector>
 
 #include "fastsparse/cpu_attention.h"
@@ -44,10 +45,10 @@ FASTSPARSE_INLINE void attend_rows(const AttentionCsrArgs& args, const std::vect
         block_scores<A>(args, args.a, block, head, left.data(), args.src, edges, scores);
         for (int i = block.count; i < lanes; ++i) scores.score[i] = -kInfinity;
         const A block_highest = largest<A>(scores.score, lanes);
-        // A NaN becomes the maximum and remains it.
+        // If a score is NaN, the maximum becomes NaN and remains NaN.
         const bool is_higher = block_highest > maximum[head] || block_highest != block_highest;
         const A highest = is_higher ? block_highest : maximum[head];
-        // Masked entries are summed with weight 0, so infinite values give NaN, as on CUDA.
+        // Masked entries (score -inf) are summed with weight 0, so infinite values give NaN, as on CUDA.
         const A reference = highest == -kInfinity ? A{0} : highest;
         for (int i = 0; i < lanes; ++i) scores.score[i] = exponential(scores.score[i] - reference);
         const Sum<A> of_head = out.from(head * value_width);

@@ -1,9 +1,9 @@
-// Attention on the CPU, backward, with the scores recomputed as in FlashAttention-2: with p = exp(score -
-// lse), dp_ij = <dO_i, v_j> and ds_ij = p_ij (dropout_ij dp_ij - <dO_i, O_i>),
-//   the pass over rows sums d(dst), the pass over columns sums d(src) and dV.
+// Attention on the CPU, backward. As in FlashAttention-2, the scores are recomputed. With p_ij = exp(score_ij
+// - lse_i), dp_ij = <dO_i, v_j> and ds_ij = p_ij (dropout_ij dp_ij - <dO_i, O_i>), the pass over rows sums
+// d(dst), and the pass over columns sums d(src) and dV.
 // With a bias or edge features (docs/dev/edge_features.md), the pass over rows also computes their gradients.
-// It stores dropout_ij p_ij and ds_ij, so that the pass over columns need not recompute them.
-// There are no atomics, and sums have a fixed order.
+// It stores dropout_ij p_ij and ds_ij, so that the pass over columns need not recompute them. There are no
+// atomics, and sums have a fixed order.
 #include <utility>
 #include <vector>
 
@@ -14,10 +14,11 @@
 namespace fastsparse::cpu {
 namespace {
 
-// What the pass over rows stores for the pass over columns. The recomputed weights are divided by their sum,
-// because the rounding error of lse is large for large scores. <dO_i, O_i> is recomputed for the same reason.
-// Both are float64. So ds is exactly 0, as in the unfused operators, if one entry has all the weight or all
-// entries are equal. Otherwise, it would be a rounding error times features, which may be large.
+// Numbers of a row and head that the pass over rows stores for the pass over columns. They are summed in
+// float64. The recomputed weights are divided by their sum, because the rounding error of lse is large for
+// large scores. <dO_i, O_i> is recomputed for the same reason. So ds is exactly 0, as in the unfused
+// operators, if one entry has all the weight or if all entries are equal. Otherwise, ds would be a rounding
+// error, multiplied by features that may be large.
 template <typename A>
 struct RowState {
   A delta;
@@ -34,18 +35,19 @@ struct Scratch {
   std::int64_t rows_of_task;
 };
 
-// Numbers per entry of a block, for one head, padded with 0 to whole vectors.
+// Numbers for the entries of a block, for one head. They are padded with 0 to whole vectors.
 template <typename A>
 struct Terms {
-  A weight[kBlock];  // p; then p times the dropout factor
-  A factor[kBlock];  // dropout's factor
-  A grad[kBlock];    // dp; then ds (for additive attention, times the slope)
+  A weight[kBlock];  // first p; then p times the dropout factor
+  A factor[kBlock];  // dropout factor
+  A grad[kBlock];    // first dp; then ds (for additive attention, times the slope)
   A slope[kBlock];
   A lse[kBlock];
 };
 
-// Computes weights (before the division by the row's sum), dp and slopes. `left` and `value` are rows of dst
-// and dO or, in the transposed structure, of src and v. `right` and `values` are gathered.
+// Computes weights (before the division by the row's sum), dp and slopes. `left` is a row of dst, and `value`
+// a row of dO. In the transposed structure, they are rows of src and v. The rows of `right` and `values` are
+// gathered.
 template <typename A>
 FASTSPARSE_INLINE void recompute(const AttentionCsrArgs& args, const CsrView& a, const Block& block,
                                  std::int64_t head, const std::vector<A>& left, const DenseView& right,
@@ -67,12 +69,13 @@ FASTSPARSE_INLINE void recompute(const AttentionCsrArgs& args, const CsrView& a,
   }
   for (int i = 0; i < lanes; ++i) {
     const A p = exponential(scores.score[i] - terms.lse[i]);
-    terms.weight[i] = terms.lse[i] == -kInfinity ? 0 : p;  // padding, or a row with masked entries only
+    terms.weight[i] =
+        terms.lse[i] == -kInfinity ? 0 : p;  // padding, or a row in which all entries are masked
   }
 }
 
-// Normalises weights and applies dropout to them; computes ds from dp. `delta` and `inverse_sum` are the row
-// states.
+// Normalises the weights and applies dropout to them; computes ds from dp. `delta` is <dO_i, O_i>, and
+// `inverse_sum` is 1 / (sum of the row's weights).
 template <typename A>
 FASTSPARSE_INLINE void finish(const A* delta, const A* inverse_sum, int count, Terms<A>& terms) {
   for (int i = 0; i < count; ++i) {
@@ -82,7 +85,7 @@ FASTSPARSE_INLINE void finish(const A* delta, const A* inverse_sum, int count, T
   }
 }
 
-// Adds the contributions of a block's entries to the gradient of `left`, up to a constant factor.
+// Adds the contributions of a block's entries to the gradient of the row `left`, without its constant factor.
 template <typename A>
 FASTSPARSE_INLINE void add_score_gradients(const AttentionCsrArgs& args, const A* grad, const Gather& rows,
                                            std::int64_t head, const std::vector<A>& left, Sums<A>& sums) {
@@ -127,8 +130,8 @@ FASTSPARSE_INLINE void read_work(const AttentionCsrBackwardArgs& args, const Blo
   std::fill(terms.grad + block.count, terms.grad + padded<A>(block.count), A{0});
 }
 
-// The part of the pass over rows for edge features: their gradients, the gradient of W and, for dot products,
-// a term of the gradient of dst.
+// Gradients that the pass over rows computes only for edge features: the gradients of the features and of W
+// and, for dot products, a term of the gradient of dst.
 template <typename A>
 struct EdgeGradients {
   const AttentionCsrBackwardArgs& args;
@@ -139,9 +142,9 @@ struct EdgeGradients {
   // The sums of_scores (times the scale) and of_values of up to kRowsPerTask rows, (heads, edge_width,
   // kRowsPerTask).
   std::vector<A> score_sums, value_sums;
-  std::int32_t kept[kRowsPerTask];  // the rows of these sums
+  std::int32_t kept[kRowsPerTask];  // the rows to which score_sums and value_sums belong
   int num_kept = 0;
-  std::vector<A> columns;  // gradients of a block's features, in the layout of Edges::columns
+  std::vector<A> columns;  // gradients of a block's edge features, in the layout of Edges::columns
   std::vector<A> rows;     // GATv2: (kBlock, heads * head_width), gradients of Edges::rows
   Sums<A> weight;          // (edge_width, heads * head_width)
 
@@ -161,7 +164,7 @@ struct EdgeGradients {
     of_values.clear();
   }
 
-  // Adds one head of a block; heads must be added in order.
+  // Adds the terms of one head of a block. Heads must be added in order.
   FASTSPARSE_INLINE void add_head(const Block& block, std::int64_t head, const Terms<A>& terms) {
     if (!edges.in_values) return;
     const int lanes = padded<A>(block.count);
@@ -195,7 +198,7 @@ struct EdgeGradients {
     }
   }
 
-  // Stores the sums of a row. Rows without entries are omitted, because their dst may be NaN and must not
+  // Stores the sums of a row. Rows without entries are skipped, because their dst may be NaN and must not
   // affect dW.
   FASTSPARSE_INLINE void end_row(std::int64_t row, Sums<A>& grad_dst) {
     for (std::int64_t head = 0; head < forward.heads; ++head) {
@@ -252,8 +255,8 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args, 
     const A* lse = static_cast<const A*>(forward.lse) + row * heads;
     const std::int64_t begin = forward.a.rowptr[row], end = forward.a.rowptr[row + 1];
     std::fill(sums.begin(), sums.end(), RowState<double>{0, 0});
-    // Two passes over the row: first its sums, then its gradients. If the row has one block only, the second
-    // pass does not compute it again.
+    // Processes the row twice: first its sums, then its gradients. If the row has only one block, the second
+    // time reuses the numbers of the first.
     for (const bool summing : {true, false}) {
       for (std::int64_t entry = begin; entry < end; entry += kBlock) {
         const Block block = block_at(forward.a, entry, end, last);

@@ -1,5 +1,5 @@
-// The attention of a layer, with one call per pass: scores of nodes, attention, terms that are added to its
-// result, and all gradients.
+// The attention of a layer, with one call per pass. The forward call computes the scores of nodes, attention,
+// and the terms that are added to its result. The backward call computes all gradients.
 #include "fastsparse/attention_layer.h"
 
 #include <vector>
@@ -14,22 +14,24 @@ namespace {
 struct AttentionLayerArgs {
   AttentionCsrArgs attention;
   HeadScoresArgs scores;  // additive attention only: gives dst and src
-  DenseView skip;         // (num_rows, width), added to the result; null data: nothing is added
+  DenseView skip;         // (num_rows, width), added to the result; null data: no skip connection
   const void* bias;       // (width) in dtype; null: 0
 };
 
 struct AttentionLayerBackwardArgs {
   AttentionCsrBackwardArgs attention;  // additive: without grad_dst and grad_src
   HeadScoresArgs scores;
-  void* grad_vectors[2];     // additive: (heads, head_width) in the accumulation type
-  DenseView grad_joint;      // gradient of the maps' results; the pointers in `attention` point into it
-  std::int64_t joint_width;  // its columns
-  void* grad_skip;           // points into grad_joint; null: there is none
+  void* grad_vectors[2];  // additive: (heads, head_width) in the accumulation type
+  DenseView grad_joint;  // gradient of the linear maps' results; the gradients in `attention` point into this
+                         // matrix
+  std::int64_t joint_width;  // number of columns of grad_joint
+  void* grad_skip;           // points into grad_joint; null: no skip connection
   void* grad_bias;           // (width) in the accumulation type; null: not computed
   void* grad_map_bias;       // (joint_width) in the accumulation type: sums of grad_joint; null: not computed
 };
 
-// The results of a layer's linear maps, and tensors saved between the calls.
+// Addresses of the results of a layer's linear maps, and of tensors that the forward call saves for the
+// backward call.
 struct Places {
   const AttentionLayer& layer;
   const AttentionLayerCall& call;
@@ -153,7 +155,7 @@ void add_to_rows(const AttentionLayerArgs& args, std::int64_t begin, std::int64_
   }
 }
 
-// Sums the columns of a matrix; the sums of tasks are added in order.
+// Sums the columns of a matrix. Each task sums its rows, and the sums of the tasks are added in order.
 template <typename A>
 void sum_columns(const DenseView& matrix, Dtype dtype, std::int64_t num_rows, std::int64_t width, void* to,
                  int threads) {

@@ -1,5 +1,5 @@
-// COO -> compressed rows on the CPU: a least-significant-digit radix sort, with a counting pass for every 16
-// bits of the minor index, and one for the major index.
+// COO -> compressed rows on the CPU: a least-significant-digit radix sort. Every 16 bits of the minor index
+// take one counting pass, and the major index takes one.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kDigitBits = 16;
 
-// Positions of the edges in the stable order of their minor indices.
+// Returns the positions of the edges in the stable order of their minor indices.
 template <typename Index, typename Id>
 std::vector<Id> sort_by_minor(const Index* minor, std::int64_t num_edges, std::int64_t num_minor) {
   const std::int64_t digits = std::min(num_minor, std::int64_t{1} << kDigitBits);
@@ -56,15 +56,15 @@ void expand_rows(const ExpandRowsArgs& args, int) {
   }
 }
 
-// The entries of column c have the same order as their reverses in row c.
+// The n-th entry of column c is the reverse of the n-th entry of row c.
 void reverse_entries(const ReverseEntriesArgs& args, int) {
   std::vector<std::int64_t> next(args.rowptr, args.rowptr + args.num_rows);
   const auto write = [&](auto id) {
     const auto* edge_id = static_cast<const decltype(id)*>(args.edge_id);
     auto* out = static_cast<decltype(id)*>(args.id_out);
     for (std::int64_t e = 0; e < args.num_edges; ++e) {
-      // If the checksum failed to detect that the structure is not symmetric, results are wrong, but no
-      // access is out of bounds.
+      // The checksum may fail to detect that the structure is not symmetric. Then results are wrong, but
+      // std::min keeps accesses within bounds.
       const std::int64_t reverse = std::min(next[args.col[e]]++, args.num_edges - 1);
       out[e] = edge_id != nullptr ? edge_id[reverse] : static_cast<decltype(id)>(reverse);
     }

@@ -1,6 +1,6 @@
 // Messages with edge features on the CPU, forward and backward: rows are divided among threads, entries are
-// processed one by one, sums have the accumulation type. Formulas and passes are those of the CUDA kernels
-// (edge_messages.cu and edge_messages_backward.cu). The sign of feature f is bit f % 8 of byte f / 8.
+// processed one by one, and sums have the accumulation type. Formulas and passes are the same as in the CUDA
+// kernels (edge_messages.cu and edge_messages_backward.cu). The sign of feature f is bit f % 8 of byte f / 8.
 #include "fastsparse/edge_messages.h"
 
 #include <algorithm>
@@ -15,9 +15,9 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kPrefetchEntries = 6;  // entries between a prefetch and its use
+constexpr std::int64_t kPrefetchEntries = 6;  // distance, in entries, between a prefetch and its use
 
-// Prefetches a row of a matrix, unless there is none.
+// Prefetches a row of a matrix, unless the matrix is null.
 template <int kWrite = 0>
 FASTSPARSE_INLINE void prefetch_row(const void* matrix, std::int64_t row, std::int64_t stride,
                                     std::int64_t bytes) {
@@ -44,7 +44,8 @@ FASTSPARSE_INLINE void set_sum(const A* left, const A* right, A* __restrict to, 
   for (std::int64_t f = 0; f < width; ++f) to[f] = left[f] + right[f];
 }
 
-// <left, right>. Compilers would not use vectors for the sum, because that changes the order of its terms.
+// Computes <left, right> with vectors. Compilers would not use vectors in a plain loop, because that changes
+// the order of the terms.
 template <typename A>
 FASTSPARSE_INLINE A product(const A* left, const A* right, std::int64_t width) {
   constexpr int kLanes = kVectorWidth<A>;
@@ -74,7 +75,7 @@ FASTSPARSE_INLINE A sigmoid(A z) {
   return (z < A{0} ? e : A{1}) / (A{1} + e);
 }
 
-// Adds the terms of a gated entry to its row's sums.
+// Adds the terms of a gated entry to the sums of its row.
 template <typename A>
 FASTSPARSE_INLINE void add_gated(const A* z, const A* value, bool with_state, A* __restrict sum,
                                  A* __restrict side, std::int64_t width) {
@@ -85,7 +86,7 @@ FASTSPARSE_INLINE void add_gated(const A* z, const A* value, bool with_state, A*
   }
 }
 
-// Replaces z and v_ij by their gradients.
+// Replaces z and v_ij by the gradients of z and v_ij.
 template <typename A>
 FASTSPARSE_INLINE void differentiate_gated(const A* grad, const A* side, const A* grad_state, A* __restrict z,
                                            A* __restrict value, std::int64_t width) {
@@ -96,7 +97,7 @@ FASTSPARSE_INLINE void differentiate_gated(const A* grad, const A* side, const A
   }
 }
 
-// Masks for eight numbers: for each bit of a byte, all bits or no bits of a word.
+// For every byte, masks for eight numbers: a word with all bits set for each set bit, and 0 for the others.
 constexpr auto kMasks = [] {
   std::array<std::array<std::int32_t, 8>, 256> masks{};
   for (int byte = 0; byte < 256; ++byte) {
@@ -111,12 +112,13 @@ FASTSPARSE_INLINE void keep_signs(const A* z, std::int64_t width, std::uint8_t* 
   for (std::int64_t byte = 0; byte < bytes; ++byte) {
     const int count = static_cast<int>(std::clamp<std::int64_t>(width - 8 * byte, 0, 8));
     unsigned bits = 0;
-    for (int i = 0; i < count; ++i) bits |= (z[8 * byte + i] <= A{0} ? 0u : 1u) << i;  // also set for NaN
+    for (int i = 0; i < count; ++i)
+      bits |= (z[8 * byte + i] <= A{0} ? 0u : 1u) << i;  // the bit is also set for NaN
     positive[byte] = static_cast<std::uint8_t>(bits);
   }
 }
 
-// Copies the numbers whose bits are set; the others become 0.
+// Copies the numbers whose bits in `positive` are set; the others become 0.
 template <typename A>
 FASTSPARSE_INLINE void where_positive(const std::uint8_t* positive, const A* from, A* __restrict to,
                                       std::int64_t width) {
@@ -138,20 +140,20 @@ FASTSPARSE_INLINE void where_positive(const std::uint8_t* positive, const A* fro
   }
 }
 
-// The message of one entry, computed from its row, its source and its edge.
+// Computes the message of one entry from its row, its source and its edge.
 template <typename A>
 struct Message {
   const EdgeMessageInput& input;
   const std::int64_t width = input.width;
   const bool gated = input.message != EdgeMessage::kRelu, raw = input.weight != nullptr;
-  std::vector<A> memory;  // one allocation for all rows, because an allocation per row would take as long as
-                          // the edges of a small graph
+  std::vector<A> memory;  // one allocation for all arrays, because one per array takes as long as all edges
+                          // of a small graph
   A *z = memory.data(), *value = z + width, *workspace = value + width, *row_workspace = workspace + width;
   A *features_workspace = row_workspace + width, *rows = features_workspace + (raw ? input.edge_width : 0);
   const A* of_row;  // k, or the bias, or zeros
   const A* features = nullptr;
 
-  // `count`: number of rows of zeros for the caller.
+  // `count`: number of additional rows, initialised to 0, that the caller gets from row().
   Message(const EdgeMessageInput& of, std::int64_t count)
       : input(of), memory((4 + count) * width + (raw ? of.edge_width : 0)) {
     of_row = !gated && of.bias != nullptr ? static_cast<const A*>(of.bias) : row_workspace;
@@ -171,7 +173,7 @@ struct Message {
     const A* map = static_cast<const A*>(weight);
     constexpr int kLanes = kVectorWidth<A>;
     std::int64_t f = 0;
-    for (; f + kLanes <= width; f += kLanes) {  // sums stay in registers
+    for (; f + kLanes <= width; f += kLanes) {  // sums stay in registers for all edge features
       Vector<A> sum, row;
       load_vector<A>(to + f, sum);
       for (std::int64_t a = 0; a < input.edge_width; ++a) {
@@ -223,7 +225,7 @@ FASTSPARSE_INLINE void send(const EdgeMessageArgs& args, std::int64_t row_begin,
     message.set_row(row);
     for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
       const std::int64_t position = edge_position(args.a, entry);
-      if (entry + kPrefetchEntries < args.a.num_edges) {  // also in later rows
+      if (entry + kPrefetchEntries < args.a.num_edges) {  // also prefetches for later rows
         const std::int64_t next = edge_position(args.a, entry + kPrefetchEntries);
         message.prefetch_row(input.edge, next, message.raw ? input.edge_width : width);
         message.prefetch_row(input.q, args.a.col[entry + kPrefetchEntries], width);
@@ -245,7 +247,8 @@ FASTSPARSE_INLINE void send(const EdgeMessageArgs& args, std::int64_t row_begin,
   }
 }
 
-// Adds an entry's terms to dW, and to dbias, which is stored after it; z has the gradient of the entry.
+// Adds an entry's terms to dW, and to dbias, which is stored after dW. `message.z` has the gradient of the
+// entry.
 template <typename A>
 FASTSPARSE_INLINE void add_to_maps(Message<A>& message, std::int64_t position, A* grad_weight) {
   const std::int64_t width = message.width, edge_width = message.input.edge_width;
@@ -256,8 +259,8 @@ FASTSPARSE_INLINE void add_to_maps(Message<A>& message, std::int64_t position, A
   add_row<A>(message.z, grad_weight + edge_width * width, width);
 }
 
-// Processes columns of A: gradients of their rows, of the edges of their entries and, for relu, of the maps
-// if `grad_weight` is not null.
+// Computes the gradients of columns begin .. end - 1 (sources) and of the edges of their entries. For relu,
+// also the gradients of the maps if `grad_weight` is not null.
 template <typename A>
 FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args, std::int64_t begin,
                                              std::int64_t end, A* grad_weight) {
@@ -277,7 +280,7 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
         message.gated && !with_state ? read_row(input.q, dtype, source, width, message.row(5)) : nullptr;
     for (std::int64_t entry = args.a_t.rowptr[source]; entry < args.a_t.rowptr[source + 1]; ++entry) {
       const std::int64_t row = args.a_t.col[entry], position = edge_position(args.a_t, entry);
-      if (entry + kPrefetchEntries < args.a_t.num_edges) {  // also in later columns
+      if (entry + kPrefetchEntries < args.a_t.num_edges) {  // also prefetches for later columns
         const std::int64_t next = edge_position(args.a_t, entry + kPrefetchEntries);
         message.prefetch_row(args.grad, args.a_t.col[entry + kPrefetchEntries], width);
         prefetch_row(args.positive, next, args.sign_bytes, args.sign_bytes);
@@ -320,19 +323,20 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
   }
 }
 
-// Size of a group's results: the rows of dW, and then dbias (relu) or the rows of dU (gates).
+// Number of elements of a group's results: the rows of dW, and then dbias (relu) or the rows of dU (gates).
 std::int64_t size_of_group(const EdgeMessageInput& input) {
   return (input.edge_width + (input.message == EdgeMessage::kRelu ? 1 : input.edge_width)) * input.width;
 }
 
-// Number of row groups for dW and dU; it depends only on the graph, not on the number of threads.
+// Number of row groups for dW and dU. It depends only on the graph, so that results do not depend on the
+// number of threads.
 std::int64_t groups_of(const EdgeMessageBackwardArgs& args) {
   const EdgeMapGradients& maps = args.maps;
   if (maps.weight == nullptr && maps.of_value == nullptr && maps.bias == nullptr) return 0;
   return std::clamp<std::int64_t>(args.a.num_rows / 32, 1, 64);
 }
 
-// Adds a group of rows to dW, and to the results stored after it.
+// Adds the terms of a group of rows to dW, and to the results that are stored after dW.
 template <typename A>
 FASTSPARSE_INLINE void differentiate_weights(const EdgeMessageBackwardArgs& args, A* grad_weight,
                                              std::int64_t row_begin, std::int64_t row_end) {
@@ -435,7 +439,8 @@ void edge_messages_backward(const EdgeMessageBackwardArgs& given, int threads) {
   with_sum_type(args.input.dtype, [&](auto type) {
     using A = decltype(type);
     std::vector<A> parts(groups * size);
-    // With relu, an entry has the same gradient in both passes, so the pass over columns computes everything.
+    // With relu, an entry has the same gradient in both passes, so the pass over columns computes all
+    // gradients.
     const bool joined = groups > 0 && columns > 0 && args.input.message == EdgeMessage::kRelu;
     const std::int64_t tasks = joined ? groups : (columns + kRowsPerTask - 1) / kRowsPerTask;
 #pragma omp parallel num_threads(threads) if (work(args.a, args.input) > kSerialWork)

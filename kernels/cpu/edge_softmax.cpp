@@ -7,9 +7,10 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kFewHeads = 4;  // fewer heads are computed one by one, with a vector of entries
+constexpr std::int64_t kFewHeads =
+    4;  // if there are fewer heads, they are processed one by one, with vectors of entries
 
-// Computes all heads of an entry together.
+// Processes all heads of an entry together.
 template <typename T>
 FASTSPARSE_INLINE void normalise_heads(const EdgeSoftmaxArgs& args, std::int64_t row_begin,
                                        std::int64_t row_end) {
@@ -60,7 +61,7 @@ FASTSPARSE_INLINE void normalise_rows(const EdgeSoftmaxArgs& args, std::int64_t 
   constexpr A kInfinity = std::numeric_limits<A>::infinity();
   const auto* input = static_cast<const T*>(args.input);
   auto* out = static_cast<T*>(args.out);
-  std::vector<A> weight;  // for one row and head, padded to whole vectors
+  std::vector<A> weight;  // weights of one row and head, padded to whole vectors
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     const std::int64_t begin = args.a.rowptr[row], count = args.a.rowptr[row + 1] - begin;
     weight.resize((count + kWidth - 1) / kWidth * kWidth);

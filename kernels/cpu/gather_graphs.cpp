@@ -1,4 +1,5 @@
-// Batches of graphs on the CPU: a copy per graph and tensor. Bound by reading and writing all tensors once.
+// Batches of graphs on the CPU: one copy per graph and tensor. Time is bounded by reading and writing all
+// tensors once.
 #include "fastsparse/gather_graphs.h"
 
 #include <algorithm>

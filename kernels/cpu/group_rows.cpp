@@ -1,4 +1,5 @@
-// Row grouping on the CPU: signatures of rows, comparison of neighbours in sorted orders, links to clusters.
+// Row grouping on the CPU: signatures of rows, comparison of neighbours in sorted orders, links to cluster
+// roots.
 #include "fastsparse/group_rows.h"
 
 #include <algorithm>
@@ -49,7 +50,8 @@ void similar_rows(const SimilarRowsArgs& args, int threads) {
     const auto row_at = [&](std::int64_t place) { return args.order[first + place] - first; };
 #pragma omp parallel for schedule(static) num_threads(threads) if (args.num_rows > kSerialRows)
     for (std::int64_t place = 0; place < args.num_rows; ++place) {
-      const std::int64_t row = row_at(place);  // the places of a band have different rows
+      const std::int64_t row =
+          row_at(place);  // different in every place of a band, so threads do not write to the same row
       for (const std::int64_t neighbour : {place - 1, place + 1}) {
         if (neighbour < 0 || neighbour >= args.num_rows) continue;
         const std::int64_t other = row_at(neighbour);

@@ -1,6 +1,7 @@
 // Scores of nodes for additive attention on the CPU: blocks of rows, one head at a time, with the products
-// and sums of the attention kernels. Bound by reading the features once (N H D elements); the backward pass
-// also writes as many. Sums over rows are computed per task and added in order.
+// and sums of attention_blocks.cpp. Time is bounded by reading the features once (num_rows * heads *
+// head_width elements); the backward pass also writes that number of elements. Sums over rows are computed
+// per task, and the sums of the tasks are added in order.
 #include "fastsparse/head_scores.h"
 
 #include <array>
@@ -44,7 +45,7 @@ void score_rows(const HeadScoresArgs& args, std::int64_t begin, std::int64_t end
   }
 }
 
-// Sums a task's rows for the gradients of the two vectors, (2, heads * head_width).
+// Sums a task's rows for the gradients of the two vectors; the sums are (2, heads * head_width).
 template <typename A>
 void differentiate_rows(const HeadScoresBackwardArgs& args, std::int64_t begin, std::int64_t end,
                         const std::int32_t* rows, A* sums) {

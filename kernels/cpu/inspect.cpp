@@ -1,4 +1,4 @@
-// Checks edges or compressed rows on the CPU. If edges are sorted, the same pass also writes the arrays of
+// Checks edges or compressed rows on the CPU. If edges are sorted, the same call also writes the arrays of
 // their structure.
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::int64_t kSerialEdges = 1 << 15;  // for fewer edges, waking threads costs more than it saves
 
-// An index as an unsigned number; a negative index becomes larger than all valid ones.
+// An index as an unsigned number; a negative index becomes larger than all valid indices.
 template <typename Index>
 std::uint64_t as_unsigned(Index index) {
   return static_cast<std::uint64_t>(static_cast<std::int64_t>(index));
@@ -74,7 +74,7 @@ void inspect(const InspectArgs& args, int threads) {
         args.edge_id_is_64bit ? greatest<std::int64_t>(args.edge_id, args.num_edges)
                               : greatest<std::int32_t>(args.edge_id, args.num_edges));
   }
-  // Pointers were not written if there are no edges, or if indices are out of range.
+  // The code above did not write row pointers if there are no edges, or if indices are out of range.
   const bool has_rows =
       args.row == nullptr ||
       (args.facts[kRowsDescend] == 0 && as_unsigned(args.facts[kMostRow]) < as_unsigned(args.num_rows));

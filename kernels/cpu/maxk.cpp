@@ -1,4 +1,4 @@
-// MaxK on the CPU, its gradient, and conversions between CBSR and dense rows.
+// MaxK on the CPU, its gradient, and conversions between CBSR (values and column ids) and dense rows.
 #include <algorithm>
 #include <functional>
 #include <type_traits>
@@ -13,7 +13,7 @@ namespace {
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 15;  // entries below which waking threads costs more than it saves
 
-// An unsigned integer with the order of the values: +0 and -0 are equal, and NaN is the largest.
+// An unsigned integer whose order is the order of the values: +0 and -0 are equal, and NaN is the largest.
 template <typename A>
 FASTSPARSE_INLINE auto order_key(A value) {
   using Key = std::conditional_t<std::is_same_v<A, double>, std::uint64_t, std::uint32_t>;
@@ -25,13 +25,14 @@ FASTSPARSE_INLINE auto order_key(A value) {
   return (bits & kSign) != 0 ? ~bits : bits | kSign;
 }
 
-// Calls f with a value of the type of the column ids of rows of this width.
+// Calls f with a value of the C++ type of the column ids: std::uint8_t or std::uint16_t, depending on the
+// width.
 template <typename F>
 void with_id_type(std::int64_t width, F&& f) {
   width <= 256 ? f(std::uint8_t{}) : f(std::uint16_t{});
 }
 
-// Words with a bit for each column.
+// Number of 32-bit words that have a bit for each column.
 std::int64_t words_of(std::int64_t width) { return (width + 31) / 32; }
 
 template <typename T, typename Id>
@@ -44,7 +45,7 @@ FASTSPARSE_INLINE void select_rows(const MaxkArgs& args, std::int64_t row_begin,
     ranked = keys;
     std::nth_element(ranked.begin(), ranked.begin() + (args.k - 1), ranked.end(), std::greater<Key>());
     const Key least = ranked[args.k - 1];
-    std::int64_t ties = args.k;  // number of kept entries that equal the smallest kept one
+    std::int64_t ties = args.k;  // number of kept entries that equal the smallest kept entry
     for (std::int64_t c = 0; c < args.width; ++c) ties -= keys[c] > least;
     const auto keeps = [&](std::int64_t c) {
       const bool tie = keys[c] == least && ties > 0;

@@ -1,7 +1,7 @@
 // Several aggregations of messages at once on the CPU, forward and backward: rows are divided among threads,
-// features are processed in vectors. Formulas are those of the CUDA kernels (multi_aggregate.cu and
-// multi_aggregate_backward.cu), but the column pass recomputes the messages and compares them with the row's
-// maximum and minimum.
+// and features are processed in vectors. Formulas are the same as in the CUDA kernels (multi_aggregate.cu and
+// multi_aggregate_backward.cu). Unlike on CUDA, the column pass recomputes the messages and compares them
+// with the row's maximum and minimum, instead of reading marks.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -13,8 +13,8 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr int kPrefetchEntries = 6;  // entries between a prefetch and its use
-constexpr int kBlockEntries = 8;     // squared deviations are computed from the mean of so many entries
+constexpr int kPrefetchEntries = 6;  // distance, in entries, between a prefetch and its use
+constexpr int kBlockEntries = 8;  // squared deviations of this number of entries are computed from their mean
 
 std::int64_t work(const CsrView& a, const MultiAggregateInput& input) {
   return a.num_edges * (input.width + (input.weight != nullptr ? input.width * input.edge_width : 0));
@@ -31,7 +31,7 @@ FASTSPARSE_INLINE void add_scaled(A by, const A* from, A* __restrict to, std::in
   for (std::int64_t f = 0; f < width; ++f) to[f] += by * from[f];
 }
 
-// Computes x_j + e_ij of an entry and, with the destination's row (zeros if there is none), its message.
+// Computes x_j + e_ij of an entry and, with the destination's row (zeros without x_dst), its message.
 template <typename A>
 struct Messages {
   const MultiAggregateInput& input;
@@ -57,8 +57,8 @@ struct Messages {
                     edge_workspace.data());
   }
 
-  // Prefetches the edge's row for an entry that follows soon, also in a later row, and the row of a result of
-  // the same size that the entry writes.
+  // Prefetches the edge's row of the entry kPrefetchEntries later, also beyond the end of this row. Also
+  // prefetches that entry's row in `written`, a result of the same shape, if it is not null.
   FASTSPARSE_INLINE void prefetch_ahead(const CsrView& a, std::int64_t entry, void* written = nullptr) const {
     if (entry + kPrefetchEntries >= a.num_edges) return;
     const std::int64_t next = edge_position(a, entry + kPrefetchEntries), item = size_of(input.dtype);
@@ -87,8 +87,9 @@ struct Messages {
   }
 };
 
-// A row's sums so far. Squared deviations are relative to the mean, which avoids cancellation (Chan et al.,
-// Updating formulae and a pairwise algorithm for computing sample variances, 1979).
+// Sums of the entries of a row that were added so far. Squared deviations are relative to the mean, which
+// avoids cancellation (Chan et al., Updating formulae and a pairwise algorithm for computing sample
+// variances, 1979).
 template <typename A>
 struct Aggregates {
   std::int64_t width, count = 0;
@@ -151,8 +152,8 @@ struct Aggregates {
   }
 };
 
-// The results of one aggregation in a row are in pieces, one per group of features. Calls f(position of a
-// piece, its first feature, its width) for each.
+// The results of one aggregation in a row are stored in pieces, one per group of features. Calls f(position
+// of a piece, its first feature, its width) for each piece.
 template <typename F>
 FASTSPARSE_INLINE void for_pieces(const MultiAggregateInput& input, std::int64_t row, int slot, const F& f) {
   for (std::int64_t first = 0; first < input.width; first += input.group_width) {
@@ -212,10 +213,10 @@ struct RowGradient {
   std::vector<A> of_results[kNumAggregations], out, grad_dst;
 
   explicit RowGradient(const MultiAggregateBackwardArgs& of) : args(of), out(width), grad_dst(width) {
-    for (auto& of_one : of_results) of_one.resize(width);  // zeros if an aggregation is not wanted
+    for (auto& of_one : of_results) of_one.resize(width);  // an aggregation that is not requested has zeros
   }
 
-  // Reads the results of one aggregation in a row, or their gradients.
+  // Reads the results of one aggregation in a row, or the gradients of these results.
   FASTSPARSE_INLINE void read(const void* results, std::int64_t row, int aggregation, A* to) const {
     const MultiAggregateInput& input = args.input;
     if (input.slot[aggregation] < 0) return;

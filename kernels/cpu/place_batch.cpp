@@ -1,4 +1,4 @@
-// Copies a batch into memory with spare capacity on the CPU, one tensor after the other.
+// Copies a batch into memory with spare capacity on the CPU, one tensor after another.
 #include "fastsparse/place_batch.h"
 
 #include <cstring>

@@ -1,5 +1,5 @@
-// Neighbour sampling on the CPU. The batches are those of sample_neighbors.h, but the steps differ from those
-// on a GPU. A thread takes a chunk of rows at a time:
+// Neighbour sampling on the CPU. It gives the same batches as on a GPU (sample_neighbors.h), but its stages
+// differ. A thread processes one chunk of rows at a time:
 //
 //   choose   reads the rows' ranges, chooses entries at random, reads their columns, prefetches the table;
 //   number   numbers the sources and appends those that are new to the batch. Chunks do this one after the
@@ -7,11 +7,11 @@
 //            the table only has numbers, and results do not depend on the number of threads;
 //   write    appends the chunk's edges to those of earlier chunks, with the sources' numbers.
 //
-// Lower bound per edge: a cache line of columns from memory (64 bytes, 4 of them used), a line of the table
-// from the last-level cache or memory, and 16 + 28 bytes written. The lines of a whole chunk are prefetched
-// before they are read, and only into the L2 cache, because a core can have more such requests in flight than
-// loads or prefetches into its L1 cache. (Random lines of 500 MB in huge pages on an EPYC 9004 take 4.4 ns
-// each, with loads 8.6 ns, with prefetches into L1 6.4 ns.)
+// Lower bound per edge: one cache line of columns from memory (64 bytes, only 4 of them used), one line of
+// the table from the last-level cache or memory, and 16 + 28 bytes written. The lines of a whole chunk are
+// prefetched before they are read. They are prefetched only into the L2 cache, because a core can have more
+// of these requests in flight than loads or prefetches into its L1 cache. (On an EPYC 9004, random lines of
+// 500 MB in huge pages take 4.4 ns each; with loads 8.6 ns, with prefetches into L1 6.4 ns.)
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -27,7 +27,8 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kChunkSlots = 2048;  // approximate number of edges per chunk; they fit the L2 cache
+constexpr std::int64_t kChunkSlots =
+    2048;  // approximate number of edges per chunk; their data fit the L2 cache
 constexpr std::int64_t kChunkRows = 1024;
 
 struct Row {
@@ -37,17 +38,17 @@ struct Row {
   std::uint32_t count;   // number of chosen edges
 };
 
-// Memory that a thread reuses from chunk to chunk; vectors only grow.
+// Memory that a thread reuses for all its chunks; vectors only grow.
 struct Scratch {
   std::vector<Row> rows;
-  // Rows in which entries are chosen, their numbers of entries, and the chosen entries: first the first entry
-  // of every row, then the second ones, ...
+  // Rows in which entries are chosen at random, their numbers of entries, and the chosen entries: first the
+  // first chosen entry of every row, then the second one of every row, and so on.
   std::vector<std::uint32_t> row, degree, chosen;
   std::vector<std::int64_t> entry;
-  std::vector<std::int32_t> node;     // the source
-  std::vector<std::uint32_t> number;  // number of the source among the batch's nodes
+  std::vector<std::int32_t> node;     // the source of every edge
+  std::vector<std::uint32_t> number;  // number of every edge's source among the batch's nodes
   std::vector<std::int32_t> new_node, new_seed;
-  std::vector<std::pair<std::uint32_t, std::int64_t>> weighted;  // key and entry
+  std::vector<std::pair<std::uint32_t, std::int64_t>> weighted;  // (random key, entry)
 };
 
 template <typename T>
@@ -56,7 +57,7 @@ T* resized(std::vector<T>& vector, std::size_t size) {
   return vector.data();
 }
 
-// Prefetches the cache line of an address to the L2 cache. Functions that do nothing else must be
+// Prefetches the cache line at an address to the L2 cache. Functions that only prefetch must be
 // force-inlined: GCC assumes that they have no effect and removes the calls.
 FASTSPARSE_INLINE void fetch_to_l2(const void* at) { __builtin_prefetch(at, 0, 2); }
 
@@ -65,16 +66,16 @@ __attribute__((target("avx2"))) inline __m256i widen_four(const std::uint32_t* f
   return _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 
-// chosen[k] = below(draw_bits(seed, step, row[k], nth), degree[k] - fewer) for the first elements, a multiple
-// of the vector width; returns their number. The compilers' vector code takes three times as long (6.4 ns per
-// number instead of 2.1), which is a tenth of the time of a batch.
+// Sets chosen[k] = below(draw_bits(seed, step, row[k], nth), degree[k] - fewer) for the first elements of
+// `chosen`, and returns their number, a multiple of the vector width. The compilers' vector code takes three
+// times as long (6.4 ns per number instead of 2.1 ns); the difference is a tenth of the time of a batch.
 __attribute__((target("avx2"))) std::size_t choose_with_avx2(std::uint64_t seed, std::uint32_t step,
                                                              std::uint32_t nth, std::uint32_t fewer,
                                                              std::size_t count, const std::uint32_t* row,
                                                              const std::uint32_t* degree,
                                                              std::uint32_t* chosen) {
   // `philox64` with four elements per vector, each in the lower half of 64 bits; products ignore the upper
-  // half. Two vectors at a time, because their products do not wait for each other.
+  // half. Two vectors are processed at a time, because their products do not wait for each other.
   constexpr int kVectors = 2, kLanes = 4;
   std::size_t k = 0;
   for (; k + kVectors * kLanes <= count; k += kVectors * kLanes) {
@@ -102,7 +103,8 @@ __attribute__((target("avx2"))) std::size_t choose_with_avx2(std::uint64_t seed,
     for (int v = 0; v < kVectors; ++v) {
       const __m256i choices =
           _mm256_sub_epi64(widen_four(degree + k + v * kLanes), _mm256_set1_epi64x(fewer));
-      // The upper half of the product of the 64 bits and `choices`, computed from both halves of the bits.
+      // The upper 64 bits of the product of the 64 random bits and `choices`, computed from both halves of
+      // the random bits.
       const __m256i low = _mm256_mul_epu32(c0[v], choices), high = _mm256_mul_epu32(c1[v], choices);
       const __m256i sum = _mm256_add_epi64(high, _mm256_srli_epi64(low, 32));
       const __m256i upper = _mm256_permutevar8x32_epi32(sum, _mm256_setr_epi32(1, 3, 5, 7, 1, 3, 5, 7));
@@ -113,7 +115,7 @@ __attribute__((target("avx2"))) std::size_t choose_with_avx2(std::uint64_t seed,
 }
 #endif
 
-// Chooses numbers for all rows together: chosen[j * rows + k] is the j-th number of row k.
+// Chooses random numbers for all rows together: chosen[j * rows + k] is the j-th number of row k.
 void choose(const SampleStep& step, std::uint64_t seed, std::size_t rows, const std::uint32_t* __restrict row,
             const std::uint32_t* __restrict degree, std::uint32_t* chosen) {
   const auto fanout = static_cast<std::uint32_t>(step.fanout);
@@ -129,7 +131,7 @@ void choose(const SampleStep& step, std::uint64_t seed, std::size_t rows, const 
     for (; k < rows; ++k) drawn[k] = below(draw_bits(seed, step, row[k], j), degree[k] - fewer);
     if (step.replace) continue;
     // Floyd's method (Bentley and Floyd, "A sample of brilliance", 1987): a number that was chosen before is
-    // replaced by the largest possible number. The comparison gives a mask with all bits set.
+    // replaced by the largest possible number. The comparison gives a mask with all bits set or none.
     for (std::uint32_t i = 0; i < j; ++i) {
       const std::uint32_t* __restrict earlier = chosen + i * rows;
       for (k = 0; k < rows; ++k) drawn[k] |= drawn[k] == earlier[k] ? ~std::uint32_t{0} : 0;
@@ -144,7 +146,7 @@ std::int64_t most_edges(const SampleStep& step, const Row& row) {
   return step.replace ? (degree > 0 ? step.fanout : 0) : std::min(degree, step.fanout);
 }
 
-// Chooses entries of all rows if all entries are equally likely.
+// Chooses entries of all rows, if all entries are equally likely.
 void draw_evenly(const SampleStep& step, std::uint64_t seed, Scratch& s, std::int64_t most) {
   std::uint32_t *row = resized(s.row, s.rows.size()), *degree = resized(s.degree, s.rows.size());
   const auto takes_all = [&](const Row& r) { return !step.replace && r.end - r.begin <= step.fanout; };
@@ -166,8 +168,8 @@ void draw_evenly(const SampleStep& step, std::uint64_t seed, Scratch& s, std::in
   }
 }
 
-// Chooses entries of one row by weight, or all of its entries, or those of an induced step; returns their
-// number.
+// Chooses entries of one row and returns their number. In an induced step, it chooses all entries; with a
+// negative fanout, all entries except those with weight 0; otherwise, it chooses at random, by weight.
 std::uint32_t draw_row(const SampleStep& step, std::uint64_t seed, const Row& row, std::int64_t* entry,
                        Scratch& s) {
   const auto fanout = static_cast<std::uint32_t>(step.fanout);
@@ -202,7 +204,7 @@ std::uint32_t draw_row(const SampleStep& step, std::uint64_t seed, const Row& ro
   return count;
 }
 
-// Calls f with the number, the source and the seed of every edge of a chunk.
+// Calls f(number, source, seed) for every edge of a chunk.
 template <typename F>
 FASTSPARSE_INLINE void for_each_source(const SampleStep& step, const Scratch& s, std::int64_t count,
                                        const F& f) {
@@ -218,8 +220,8 @@ FASTSPARSE_INLINE void for_each_source(const SampleStep& step, const Scratch& s,
   }
 }
 
-// Chooses entries for rows first .. last - 1 of the batch and writes entries and sources to the scratch;
-// returns the number of edges.
+// Chooses entries for rows first .. last - 1 of the batch, and writes the entries and their sources to the
+// scratch. Returns the number of edges.
 std::int64_t draw_chunk(const SampleStep& step, const SampleArgs& args, std::int64_t first, std::int64_t last,
                         Scratch& s) {
   const auto is_valid = [&](std::int64_t node) { return node >= 0 && node < step.a.num_rows; };
@@ -229,7 +231,7 @@ std::int64_t draw_chunk(const SampleStep& step, const SampleArgs& args, std::int
   }
   for (std::int64_t number = first; number < last; ++number) {
     const std::int64_t node = step.dst.node[number];
-    // A node that is not in the graph has no neighbours; the caller reports the error.
+    // A node that is not in the graph gets no neighbours here; the caller reports the error.
     const std::int64_t* range = step.a.rowptr + (is_valid(node) ? node : 0);
     s.rows[number - first] = {range[0], is_valid(node) ? range[1] : range[0], 0, 0};
   }
@@ -269,7 +271,8 @@ std::int64_t draw_chunk(const SampleStep& step, const SampleArgs& args, std::int
   return count;
 }
 
-// Numbers the sources and appends new ones to the `nodes` nodes of the batch; returns the number of new ones.
+// Numbers the sources of `count` edges, and appends the new sources to the `nodes` nodes of the batch.
+// Returns the number of new nodes.
 std::int64_t number_chunk(const SampleStep& step, const NodeTable& table, std::int64_t nodes,
                           std::int64_t count, Scratch& s) {
   std::uint32_t* number = resized(s.number, count);
@@ -278,9 +281,9 @@ std::int64_t number_chunk(const SampleStep& step, const NodeTable& table, std::i
   for_each_source(step, s, count,
                   [&](std::int64_t k, std::int32_t node, std::int32_t seed) FASTSPARSE_INLINED {
                     std::uint32_t& value = table.value[find_or_insert(table, step.src, node, seed)];
-                    // Whether a node is new is unpredictable, so there must be no branch. Compilers may
-                    // generate one for a conditional expression (4.5 instead of 3.3 ns per edge). Values of
-                    // new nodes have all bits set.
+                    // Branch prediction fails for new nodes, so the code below has no branch. Compilers may
+                    // generate one for a conditional expression (4.5 instead of 3.3 ns per edge). For new
+                    // nodes, all bits of `value` are set.
                     const std::uint32_t is_new = value == kNoPlace;
                     value &= static_cast<std::uint32_t>(nodes + added) | (is_new - 1);
                     number[k] = value;
@@ -291,8 +294,8 @@ std::int64_t number_chunk(const SampleStep& step, const NodeTable& table, std::i
   return added;
 }
 
-// Numbers the sources in induced steps: keeps only edges whose source is in the batch, and returns the number
-// of these edges.
+// Numbers the sources in an induced step: keeps only edges whose source is in the batch, and returns the
+// number of these edges.
 std::int64_t keep_known(const SampleStep& step, const NodeTable& table, std::int64_t count, Scratch& s) {
   std::uint32_t* number = resized(s.number, count);
   std::int64_t kept = 0, k = 0;
@@ -354,8 +357,8 @@ void run_step(const SampleStep& step, const SampleArgs& args, int threads) {
   *step.nodes_after = nodes;
 }
 
-// Bytes of later rows that are prefetched while a row is copied, and the largest number of bytes per row: the
-// hardware prefetches the rest of a longer row.
+// kBytesAhead: distance, in bytes of the result, between a prefetch and its use. kMostOfRow: number of bytes
+// per row that are prefetched; the hardware prefetches the rest of a longer row.
 constexpr std::int64_t kBytesAhead = 3072, kMostOfRow = 1024, kLine = 64;
 
 void fetch(const char* row, std::int64_t bytes) {

@@ -1,5 +1,5 @@
-// Sampled dense-dense product from CSR on the CPU: one dot product per entry and head, written at the
-// caller's edge position.
+// Sampled dense-dense product from CSR on the CPU: one dot product per entry and head, written to the edge's
+// position in the caller's order.
 #include <algorithm>
 
 #include "fastsparse/cpu_pages.h"
@@ -39,7 +39,7 @@ FASTSPARSE_INLINE Acc<T> dot(const T* left, const T* right, std::int64_t width) 
   return total;
 }
 
-// Products for heads of one feature each.
+// Computes the products if each head has one feature.
 template <typename T, typename Out>
 FASTSPARSE_INLINE void multiply(const T* left, const T* right, Acc<T> scale, std::int64_t width, Out* out) {
   for (std::int64_t f = 0; f < width; ++f) narrow(scale * (widen(left[f]) * widen(right[f])), out + f);

@@ -1,6 +1,7 @@
-// Reductions of segments of rows on the CPU: sum, mean, maximum, minimum, product, variance, deviation. A
-// thread processes its segments one by one, with all features of a row at a time. Rows are read through the
-// entries' positions. Among equal extrema, the first entry is chosen; NaN is an extremum, as in torch.
+// Reductions of segments of rows on the CPU: sum, mean, maximum, minimum, product, variance, standard
+// deviation. A thread processes its segments one by one, and all features of a row at a time. Rows are read
+// at the entries' positions. Among equal extrema, the first entry is chosen; NaN is an extremum, as in
+// PyTorch.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -13,19 +14,20 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kEntriesPerSum = 32;  // afterwards, the sum is added to a compensated total
-constexpr int kTileVectors = 8;              // accumulators of a sum held in registers
-constexpr int kPrefetchEntries = 8;          // entries between a prefetch and its use
+constexpr std::int64_t kEntriesPerSum =
+    32;                              // number of entries after which the sum is added to a compensated total
+constexpr int kTileVectors = 8;      // accumulators that a sum holds in registers
+constexpr int kPrefetchEntries = 8;  // distance, in entries, between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
-constexpr std::int64_t kSerialWork = 1 << 16;  // numbers below which waking threads costs more than it saves
+constexpr std::int64_t kSerialWork = 1 << 16;  // elements below which waking threads costs more than it saves
 
 template <typename T>
 FASTSPARSE_INLINE const T* row_of_entry(const SegmentReduceArgs& args, std::int64_t entry) {
   return static_cast<const T*>(args.x.data) + edge_position(args.a, entry) * args.x.stride;
 }
 
-// Prefetches `count` features, from f on, of an entry that follows soon, also in a later segment. Rows in the
-// order of the entries are prefetched by the hardware.
+// Prefetches `count` features, from f on, of the entry kPrefetchEntries later, also in a later segment. If
+// rows are in the order of the entries, the hardware prefetches them.
 template <typename T>
 FASTSPARSE_INLINE void prefetch_ahead(const SegmentReduceArgs& args, std::int64_t entry, std::int64_t f,
                                       std::int64_t count) {
@@ -64,7 +66,7 @@ FASTSPARSE_INLINE void sum_tile(const SegmentReduceArgs& args, std::int64_t row,
         sum[v] += features;
       }
     }
-    if (end - begin <= kEntriesPerSum) {  // there is one block, and its sum is the total
+    if (end - begin <= kEntriesPerSum) {  // there is only one block, and its sum is the total
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) total[v] = sum[v];
     } else {
@@ -119,8 +121,9 @@ FASTSPARSE_INLINE void extremum_of_segment(const SegmentReduceArgs& args, std::i
   const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1], width = args.width;
   const A sign = args.reduction == Reduction::kMin ? A{-1} : A{1};  // min(v) = -max(-v)
   A* best = workspace.first.data();
-  std::int32_t* chosen = workspace.offset.data();  // as wide as float32, for equal vectors
-  // The first entry is chosen unless a later one is greater, also if all are the smallest number.
+  std::int32_t* chosen =
+      workspace.offset.data();  // as wide as float32, so that vectors of both have equally many lanes
+  // The first entry is chosen unless a later one is greater, also if all entries are -infinity.
   std::fill(best, best + width, -std::numeric_limits<A>::infinity());
   std::fill(chosen, chosen + width, 0);
   for (std::int64_t entry = begin; entry < end; ++entry) {
@@ -164,8 +167,8 @@ FASTSPARSE_INLINE void multiply_segment(const SegmentReduceArgs& args, std::int6
   for (std::int64_t f = 0; f < width; ++f) narrow(product[f], out + f);
 }
 
-// Mean and sum of squared deviations of a block of entries by Welford's method; blocks are merged with Chan's
-// formula.
+// Computes the mean and the sum of squared deviations of a block of entries by Welford's method. Blocks are
+// merged with Chan's formula.
 template <typename T>
 FASTSPARSE_INLINE void moments_of_segment(const SegmentReduceArgs& args, std::int64_t row,
                                           Workspace<Acc<T>>& workspace) {

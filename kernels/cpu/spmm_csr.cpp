@@ -1,5 +1,5 @@
-// SpMM from CSR on the CPU: one row at a time, with accumulators in registers, and rows of x prefetched.
-// Bound by the gather of x: num_edges * width * sizeof(T) bytes.
+// SpMM from CSR on the CPU: one row at a time, with accumulators in registers, and rows of x prefetched. The
+// gather of x bounds the time: num_edges * width * sizeof(T) bytes.
 #include <algorithm>
 
 #include "fastsparse/cpu_pages.h"
@@ -9,12 +9,14 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr int kTileVectors = 8;              // accumulators held in registers
-constexpr int kPrefetchEntries = 8;          // entries between a prefetch and its use
-constexpr std::int64_t kEntriesPerSum = 32;  // afterwards, the sum is added to a compensated total
+constexpr int kTileVectors = 8;      // accumulators held in registers
+constexpr int kPrefetchEntries = 8;  // distance, in entries, between a prefetch and its use
+constexpr std::int64_t kEntriesPerSum =
+    32;  // number of entries after which the sum is added to a compensated total
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
-constexpr std::int64_t kNearBytes = 1 << 19;   // size of x up to which it is in a near cache: no prefetching
+constexpr std::int64_t kNearBytes = 1
+                                    << 19;  // up to this size, x stays in a near cache and is not prefetched
 
 template <typename T>
 FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std::int64_t head) {
@@ -26,7 +28,8 @@ FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std
   return weight;
 }
 
-// The values, if they are in the order of the entries and the only weights; otherwise null.
+// Returns the edge values if they are in the order of the entries and if there are no other weights;
+// otherwise null.
 template <typename T>
 FASTSPARSE_INLINE const T* plain_weights(const SpmmArgs& args) {
   const bool is_plain = args.value.dtype == args.dtype && args.value.heads == 1 &&
@@ -34,7 +37,7 @@ FASTSPARSE_INLINE const T* plain_weights(const SpmmArgs& args) {
   return is_plain ? static_cast<const T*>(args.value.data) : nullptr;
 }
 
-// Weight of a row's own features (`SpmmArgs::loop`).
+// The weight of a row's own features (`SpmmArgs::loop`).
 template <typename T>
 FASTSPARSE_INLINE Acc<T> loop_of(const SpmmArgs& args, std::int64_t row) {
   if (args.loop == nullptr) return 0;
@@ -42,7 +45,7 @@ FASTSPARSE_INLINE Acc<T> loop_of(const SpmmArgs& args, std::int64_t row) {
   return args.scale_src == nullptr ? loop : loop * static_cast<const Acc<T>*>(args.scale_src)[row];
 }
 
-// Loads an edge's values for consecutive features that have one value each.
+// Loads an edge's values for consecutive features, if every feature has its own value.
 template <typename T>
 FASTSPARSE_INLINE void load_values(const SpmmArgs& args, std::int64_t index, Vector<Acc<T>>& to) {
   if (args.value.dtype == args.dtype) {
@@ -70,7 +73,7 @@ FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, s
     const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
     Vector<A> sum[kVectors] = {};
     for (std::int64_t entry = block; entry < block_end; ++entry) {
-      if (entry + kPrefetchEntries < prefetched) {  // also in later rows
+      if (entry + kPrefetchEntries < prefetched) {  // also prefetches for later rows
         const T* next = x + args.a.col[entry + kPrefetchEntries] * args.x.stride;
         prefetch(next, kVectors * kWidth * static_cast<int>(sizeof(T)));
       }

@@ -1,6 +1,6 @@
 // The transposed product from the untransposed structure, on the CPU. Every thread searches all entries for
-// those in its range of columns. So every column is written by one thread, and summed in the order of entries
-// with any number of threads.
+// those in its range of columns. So only one thread writes a column, and it sums the column in the order of
+// entries. Results do not depend on the number of threads.
 #include <algorithm>
 #include <type_traits>
 

@@ -1,5 +1,5 @@
 // Maximum and minimum aggregation from CSR on the CPU. Among equal extrema, the first entry of the row is
-// chosen; NaN is an extremum, as in torch.
+// chosen; NaN is an extremum, as in PyTorch.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -12,13 +12,14 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr int kTileVectors = 4;      // vectors of results in registers, and as many of positions
-constexpr int kPrefetchEntries = 8;  // entries between a prefetch and its use
+constexpr int kTileVectors =
+    4;  // vectors of results in registers, and the same number of vectors of positions
+constexpr int kPrefetchEntries = 8;  // distance, in entries, between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
 
-// Reduces the kVectors * kLanes features that begin at f, for one row, in registers. They belong to one head,
-// or (kOwnValues) have one value each.
+// Reduces the kVectors * kLanes features that begin at f, for one row, in registers. The features belong to
+// one head or, with kOwnValues, each has its own value.
 template <typename T, int kLanes, int kVectors, bool kOwnValues>
 FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t row, std::int64_t head,
                                    std::int64_t f) {
@@ -28,9 +29,9 @@ FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t ro
   const std::int64_t heads = args.value.data != nullptr ? args.value.heads : 1;
   const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
   const A sign = args.minimum ? A{-1} : A{1};  // min(v) = -max(-v)
-  // The first entry is chosen unless a later one is greater, also if all are the smallest number.
+  // The first entry is chosen unless a later one is greater, also if all entries are -infinity.
   V best[kVectors];
-  V chosen[kVectors];  // as bits
+  V chosen[kVectors];  // positions, stored as the bits of A
   const auto first = begin == end ? kNoEdge : static_cast<std::int32_t>(edge_position(args.a, begin));
   const V lowest = V{} - std::numeric_limits<A>::infinity();
 #pragma GCC unroll 4
@@ -40,7 +41,8 @@ FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t ro
   }
   const T* x = static_cast<const T*>(args.x.data) + f;
   for (std::int64_t entry = begin; entry < end; ++entry) {
-    if (kVectors == kTileVectors && entry + kPrefetchEntries < args.a.num_edges) {  // also in later rows
+    if (kVectors == kTileVectors &&
+        entry + kPrefetchEntries < args.a.num_edges) {  // also prefetches for later rows
       const T* next = x + args.a.col[entry + kPrefetchEntries] * args.x.stride;
       for (int byte = 0; byte < kVectors * kLanes * static_cast<int>(sizeof(T)); byte += 64) {
         __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);

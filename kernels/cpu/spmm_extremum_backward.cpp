@@ -1,12 +1,13 @@
-// Gradients of spmm_extremum.cpp. The gradient of every result goes to the source and the value of the chosen
-// edge.
+// Gradients of spmm_extremum.cpp. The gradient of every result goes to the source and to the value of the
+// chosen edge.
 //
 // - Gradients of sources: every thread takes a block of features, and processes all rows in order. So threads
 //   do not add to the same numbers, and the order of a sum depends only on the structure. For rows of few
 //   entries, all entries are compared with the chosen positions, in whole vectors. For longer rows, every
 //   feature looks up its source.
 // - Gradients of values: every task takes a block of rows, because an edge belongs to one row.
-// Bytes: num_rows * width * (4 + sizeof(T)) are read, and num_rows * width numbers are added in random order.
+// Memory traffic: num_rows * width * (4 + sizeof(T)) bytes are read, and num_rows * width numbers are added
+// to random rows.
 #include <algorithm>
 #include <cstring>
 
@@ -17,8 +18,8 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kFewEntries = 16;      // in longer rows, features look up their sources
-constexpr std::int64_t kPrefetchEntries = 8;  // entries between a prefetch and its use
+constexpr std::int64_t kFewEntries = 16;      // in rows with more entries, every feature looks up its source
+constexpr std::int64_t kPrefetchEntries = 8;  // distance, in entries, between a prefetch and its use
 constexpr std::int64_t kFeaturesPerLine = 16;
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // terms below which waking threads costs more than it saves
@@ -41,18 +42,19 @@ FASTSPARSE_INLINE void add_row(const SpmmExtremumBackwardArgs& args, std::int64_
   }
 }
 
-// For edges with one value for all features, or without values.
+// Handles edges without values, or with one value for all features.
 template <typename T>
 FASTSPARSE_INLINE void add_entries(const SpmmExtremumBackwardArgs& args, std::int64_t row, std::int64_t first,
                                    std::int64_t last) {
   using A = Acc<T>;
-  constexpr int kLanes = 16 / static_cast<int>(sizeof(A));  // 16 bytes, which every machine can compare
+  constexpr int kLanes =
+      16 / static_cast<int>(sizeof(A));  // 16 bytes: every machine can compare vectors of this width
   using V = Lanes<A, kLanes>;
   const T* grad = static_cast<const T*>(args.grad.data) + row * args.grad.stride;
   const std::int32_t* arg = args.arg + row * args.width;
   auto* grad_x = static_cast<A*>(args.grad_x);
   for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
-    if (entry + kPrefetchEntries < args.a.num_edges) {  // also in later rows
+    if (entry + kPrefetchEntries < args.a.num_edges) {  // also prefetches for later rows
       const A* next = grad_x + args.a.col[entry + kPrefetchEntries] * args.width;
       for (std::int64_t f = first; f < last; f += kFeaturesPerLine) __builtin_prefetch(next + f, 1);
     }

@@ -1,5 +1,6 @@
 // Backward pass of the product with sparse features on the CPU: the gradient of the kept values is computed
-// row by row of the transposed structure, that of the edge values entry by entry. Sums are in double.
+// row by row of the transposed structure, and the gradient of the edge values entry by entry. Sums are in
+// float64.
 #include <algorithm>
 #include <vector>
 
@@ -56,8 +57,8 @@ void sample_rows(const SsdValueGradArgs& args, std::int64_t row_begin, std::int6
   }
 }
 
-// Calls rows(value, id, begin, end) for tasks of consecutive rows; the C++ types of `value` and `id` are
-// those of the dtype and of the ids.
+// Calls rows(value, id, begin, end) for tasks of consecutive rows. `value` and `id` have the C++ types of the
+// dtype and of the column ids.
 template <typename Rows>
 void in_parallel(Dtype dtype, bool ids_are_16bit, std::int64_t num_rows, std::int64_t work, int threads,
                  const Rows& rows) {

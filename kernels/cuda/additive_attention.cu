@@ -2,9 +2,10 @@
 //
 // A score is one number per entry and head, so each lane computes the softmax weight of one entry of a batch
 // and passes it to the other lanes by shuffles. As in spmm_csr.cu, the gather of v is the bottleneck. Floors
-// per call, E entries of width F: E F sizeof(T) bytes gathered, and E heads 4 bytes of scores. The softmax is
-// online: sums are relative to the largest score so far and are rescaled when a larger score comes. Each
-// slice of a row with several slices stores (maximum, sum, output); they are combined in slot order.
+// per call, for E entries of width F: E F sizeof(T) bytes gathered, and E heads 4 bytes of scores. The
+// softmax is online: sums are relative to the largest score so far, and are rescaled when a larger score
+// comes. If a row has several slices, each of them stores (maximum, sum, output), and a second kernel
+// combines them in slot order.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/head_lanes.cuh"
@@ -26,7 +27,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
 
   const auto rows = lane.gather(input.v);
 
-  // Columns are read two batches ahead, and the scores of those columns one batch ahead.
+  // Columns are read two batches ahead, and the scores of their sources one batch ahead.
   const auto column = [&](int entry) {
     return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0;
   };

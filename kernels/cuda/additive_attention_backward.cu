@@ -1,5 +1,5 @@
 // Additive (GAT) attention, backward, from CSR on CUDA cores. Scores are recomputed, so no intermediate array
-// has edge size.
+// has one element per edge.
 //
 // With z the logit, p = exp(leaky_relu(z) - lse), k the dropout factor and dP_ij = <dO_i, v_j>:
 //   delta_i = sum_j p k dP,   dS_ij = p (k dP - delta_i) leaky_relu'(z),
@@ -11,7 +11,7 @@
 //     slope) (N+ P- - N- P+),   delta = N+ + N-.
 //   - The column pass over A^T gathers dO_i once for dv, dscore_src and dbias.
 //
-// Floors, E entries of width F: 2 E F sizeof(T) bytes gathered, E heads (4 + 16) bytes of scores and row
+// Floors, for E entries of width F: 2 E F sizeof(T) bytes gathered, E heads (4 + 16) bytes of scores and row
 // states. Slices of a row are combined in slot order.
 
 #include "fastsparse/additive_score.cuh"
@@ -22,7 +22,7 @@
 namespace fastsparse::cuda {
 namespace additive_attention_backward_detail {
 
-// What the column pass reads of a row and head: score_dst, lse, delta, and a factor of p. The factor makes
+// What the column pass reads for a row and head: score_dst, lse, delta, and a factor of p. The factor makes
 // the weights sum to 1 although a large lse has a rounding error.
 using RowState = float4;
 
@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
   const WarpLength length(slice.length);
   const std::int64_t row = row_of(args.split, slice), row_head = lane.at(row);
   const float score_dst = input.score_dst[row_head], lse = finite_lse(args.lse[row_head]);
-  // Zeros for a row without entries, which may hold NaN: its lanes also loop up to the longest slice of their
-  // warp.
+  // Zeros for a row without entries, because the row may contain NaN, and its lanes also loop up to the
+  // longest slice of their warp.
   float grad[kLaneFeatures];
   lane.load(grad, args.grad, row);  // a branch around the load would cost 3 % (4 heads of 32)
 #pragma unroll
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
   float n_plus = 0, n_minus = 0, p_plus = 0, p_minus = 0;
   for (int base = 0; base < length.longest; base += kHeadLanes) {
     const int mine = base + lane.sub, col = next_col;
-    // Its sign says whether z > 0.
+    // The sign of this number says whether z > 0.
     float weight = 0;
     if (mine < slice.length) {
       float logit = score_dst + next_score;
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
   }
 }
 
-// One warp per split row and head.
+// Runs one warp per split row and head.
 __global__ void __launch_bounds__(kWarp)
     combine_row_kernel(const __grid_constant__ AdditiveAttentionBackwardArgs args) {
   const std::int64_t head = blockIdx.y, end = args.split.split_ptr[blockIdx.x + 1];
@@ -152,8 +152,8 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
   const WarpLength length(slice.length);
   const std::int64_t source = row_of(args.split_t, slice), source_head = lane.at(source);
   const float score_src = input.score_src[source_head];
-  // Zeros for a source without entries, which may hold NaN: its lanes also loop up to the longest slice of
-  // their warp.
+  // Zeros for a source without entries, because the source may contain NaN, and its lanes also loop up to the
+  // longest slice of their warp.
   float v[kLaneFeatures] = {};
   if (slice.length > 0) lane.load(v, input.v, source);
   const auto rows = lane.gather(args.grad);
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
   float grad_score = 0;
   for (int base = 0; base < length.longest; base += kHeadLanes) {
     const int mine = base + lane.sub, row = next_row;
-    // Its sign says whether z > 0.
+    // The sign of this number says whether z > 0.
     float weight = 0, constant = 0;
     if (mine < slice.length) {
       float logit = next_state.x + score_src;

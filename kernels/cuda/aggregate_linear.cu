@@ -1,11 +1,12 @@
 // GraphSAGE's layer in float32 in one kernel: sums neighbours, and applies linear maps to the sums and to the
 // nodes' own features.
 //
-// Floors per call, E entries, n rows of width K to N features: 4 K E bytes gathered, 4 n (K + N) bytes read
-// and written, 4 n K bytes for sums that the backward pass reads; 4 n K N flops. On an H200, bytes and flops
-// take about as long, one after the other, so the products run on tensor cores. A float32 number is exactly
-// the sum of three bfloat16 terms. Of the nine products of terms, six are summed; the others are below 2^-22
-// of the first. If torch.set_float32_matmul_precision asks for less, there are two terms and three products.
+// Floors per call, for E entries, n rows of width K to N features: 4 K E bytes gathered, 4 n (K + N) bytes
+// read and written, 4 n K bytes for sums that the backward pass reads; 4 n K N flops. On an H200, bytes and
+// flops take about equally long and do not overlap, so products run on tensor cores. A float32 number is
+// exactly the sum of three bfloat16 terms. Of the nine products of terms, six are summed; the others are
+// below 2^-22 of the first. If torch.set_float32_matmul_precision asks for less, there are two terms and
+// three products.
 //
 // Both weights stay in shared memory, as terms, if they are up to 128 wide. Wider weights are divided into
 // tiles of 128, with one launch per tile. The first tile of outputs gathers the neighbours and writes their
@@ -33,15 +34,15 @@ constexpr int kWarpgroups = kThreads / kWarpgroup;
 constexpr int kRows = 16;  // rows per warp
 constexpr int kTileRows = kWarpgroup / kWarp * kRows;
 constexpr int kGroup = 16;  // features per product
-// Groups whose products tensor cores sum before ordinary float32 additions continue, because tensor cores
-// truncate their sums.
+// Number of groups whose products are summed by tensor cores, before ordinary float32 additions continue:
+// tensor cores truncate their sums.
 constexpr int kGroupsPerTotal = 4;
-constexpr std::int64_t kMostWidth = 128;  // per tile
+constexpr std::int64_t kMostWidth = 128;  // largest width of a tile
 
-// Sizes of the whole weight; the kernel's other arguments are those of one tile of it.
+// Sizes of the whole weight. The kernel's other arguments describe one tile of the weight.
 struct Whole {
   std::int64_t width, out_width;
-  bool adds;  // whether the tile adds to results of earlier tiles of features in `out`
+  bool adds;  // whether the tile adds to `out`, which has the results of earlier tiles of features
 };
 
 // This lane's features of rows g and g + 8 of a tile.
@@ -91,8 +92,8 @@ __device__ __forceinline__ Rows<kGroups> read_rows(const float* matrix, std::int
   return read_rows<kGroups>(from, feature, width);
 }
 
-// A weight (outputs x features) as terms in shared memory: panels of 64 features of all outputs, term by
-// term.
+// A weight (outputs x features) as bfloat16 terms in shared memory. For each term, there are panels of 64
+// features of all outputs.
 template <int kGroups, int kOutputs, int kTerms>
 struct Weight {
   static constexpr int kPanelBytes = kOutputs * kSwizzledRowBytes;
@@ -138,7 +139,7 @@ struct Weight {
   }
 };
 
-// total += rows * weight^T.
+// Computes total += rows * weight^T.
 template <int kGroups, int kOutputs, int kTerms>
 __device__ __forceinline__ void multiply(float (&total)[kOutputs / 8][4], const Rows<kGroups>& rows,
                                          const Weight<kGroups, kOutputs, kTerms>& weight) {
@@ -163,7 +164,7 @@ __device__ __forceinline__ void multiply(float (&total)[kOutputs / 8][4], const 
     }
     wgmma_fence();
     bool adds = false;
-    // Small products first.
+    // Adds small products first, for accuracy.
 #pragma unroll
     for (int order = kTerms - 1; order >= 0; --order) {
 #pragma unroll
@@ -185,7 +186,7 @@ __device__ __forceinline__ void multiply(float (&total)[kOutputs / 8][4], const 
   }
 }
 
-// Sums of the neighbours of rows `row` and `row` + 8.
+// Computes the sums of the neighbours of rows `row` and `row` + 8.
 template <int kGroups>
 __device__ __forceinline__ Rows<kGroups> gather(const AggregateLinearArgs& args, std::int64_t row,
                                                 int feature) {
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const int feature = 4 * t;  // first feature of this thread in the first group
   const std::int64_t num_rows = args.a.num_rows;
-  // The warps of a warpgroup multiply together.
+  // All warps of a warpgroup multiply together.
   const int warpgroup = threadIdx.x / kWarpgroup;
   std::int64_t tile_row = (static_cast<std::int64_t>(blockIdx.x) * kWarpgroups + warpgroup) * kTileRows;
   for (; tile_row < num_rows; tile_row += static_cast<std::int64_t>(gridDim.x) * kWarpgroups * kTileRows) {
@@ -330,7 +331,7 @@ cudaError_t launch(const AggregateLinearArgs& args, const Whole& whole, cudaStre
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   }
   if (error != cudaSuccess) return error;
-  // A multiprocessor has registers for one block.
+  // The registers of a multiprocessor suffice for one block.
   const unsigned blocks = ceil_div(args.a.num_rows, kTileRows * kWarpgroups);
   kernel<<<std::min(blocks, static_cast<unsigned>(processors)), kThreads, kBytes, stream>>>(args, whole);
   return cudaGetLastError();

@@ -1,15 +1,15 @@
 // Gradients of the parameters of aggregate_linear, in float32: dW = dY^T S, dW_r = dY^T X and the sums of
 // dY's columns, in one pass over the rows.
 //
-// Floors per call, n rows: 4 n (2 K + N) bytes, 4 n K N flops, as bfloat16 terms on tensor cores
+// Floors per call, for n rows: 4 n (2 K + N) bytes, 4 n K N flops, as bfloat16 terms on tensor cores
 // (aggregate_linear.cu).
 //   - A block sums a slab of rows for up to 128 x 128 gradients of W or W_r in registers. Each of its two
 //     warpgroups has 64 of dY's columns.
-//   - Rows come in stages of 64. dY is copied unchanged into shared memory, from where every lane splits its
-//     part of operand A into terms, by columns. S or X (operand B) passes through registers into shared
-//     memory as terms, while the tensor cores work on the previous stage.
+//   - Rows are processed in stages of 64. dY is copied unchanged into shared memory, from where every lane
+//     splits its part of operand A into terms, by columns. S or X (operand B) is split into terms in
+//     registers and then stored in shared memory, while the tensor cores work on the previous stage.
 //   - A second kernel adds the slabs, one gradient per thread. The order depends only on the number of slabs,
-//     so results are the same bits every time.
+//     so every run gives the same bits.
 
 #include <cuda_pipeline.h>
 
@@ -23,7 +23,7 @@ namespace fastsparse::cuda {
 namespace aggregate_linear_backward_detail {
 
 constexpr int kThreads = 256;
-constexpr int kTile = 128;          // gradients in each direction
+constexpr int kTile = 128;          // rows and columns of the gradients that one block computes
 constexpr int kRows = 64;           // rows per stage
 constexpr int kGroup = 16;          // rows per product
 constexpr int kStride = kTile + 4;  // row stride of dY: rows 2 t of a group are in different banks
@@ -40,7 +40,8 @@ struct alignas(kAtomBytes) Stage {
   float grad[kRows][kStride];
 };
 
-// Pieces of a matrix that this thread has: the same four columns of every kRowsTogether-th row of a slab.
+// The pieces of a matrix that this thread loads: the same four columns of every kRowsTogether-th row of a
+// slab.
 struct Pieces {
   const float* from;
   std::int64_t stride;
@@ -102,7 +103,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile / 8][4], const Stage
   wgmma_commit();
 }
 
-// Grid: x is the slab, y the tile; tiles alternate between W and W_r.
+// In the grid, x is the slab and y the tile; tiles alternate between W and W_r.
 template <int kTerms>
 __global__ void __launch_bounds__(kThreads)
     aggregate_linear_backward_kernel(const AggregateLinearBackwardArgs args) {
@@ -115,8 +116,8 @@ __global__ void __launch_bounds__(kThreads)
   const int width = min(static_cast<int>(args.width) - first_feature, kTile);
   const int out_width = min(static_cast<int>(args.out_width) - first_output, kTile);
 
-  // Slabs consist of whole stages, except that the very last stage may be shorter. They differ by at most one
-  // stage.
+  // Slabs consist of whole stages, except that the very last stage may be shorter. The lengths of slabs
+  // differ by at most one stage.
   const std::int64_t all = (args.num_rows + kRows - 1) / kRows;
   const std::int64_t begin = all * blockIdx.x / args.num_slabs * kRows;
   const std::int64_t end = min(all * (blockIdx.x + 1) / args.num_slabs * kRows, args.num_rows);
@@ -228,7 +229,7 @@ cudaError_t launch(const AggregateLinearBackwardArgs& args, cudaStream_t stream)
 }
 
 constexpr int kSumThreads = 128;
-constexpr int kSlabsAhead = 8;  // independent sums of a thread, so that loads overlap
+constexpr int kSlabsAhead = 8;  // number of independent sums of a thread, so that loads overlap
 
 __global__ void __launch_bounds__(kSumThreads) slab_sums_kernel(const SlabSumsArgs args) {
   const std::int64_t place = static_cast<std::int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;

@@ -8,8 +8,8 @@
 // powers of two). Until then weights may exceed 1, which 16-bit formats and sums can represent. So one vote
 // per block replaces the reductions over lanes and the rescaling of the sums.
 //
-// Floors, V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered, 4 V bytes of columns and masks;
-// 16 V (D + Dv) flops on tensor cores. The gather is the bottleneck.
+// Floors, for V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered, 4 V bytes of columns and
+// masks; 16 V (D + Dv) flops on tensor cores. The gather is the bottleneck.
 
 #include "fastsparse/attention_tiles.cuh"
 #include "fastsparse/launchers.h"
@@ -21,8 +21,8 @@ using namespace attention;
 
 constexpr float kSlack = 8.0f;  // weights stay below 256
 
-// Shared memory of a warp: stages of two tiles, then the blocks of the stages. The last stage holds the
-// warp's own rows until they are in registers. The first stage holds the results after the last block.
+// Layout of a warp's shared memory: stages of two tiles, then the quads of the stages' blocks. The last stage
+// has the warp's own rows until they are in registers. The first stage has the results after the last block.
 template <typename S>
 struct Layout {
   static constexpr int kStageBytes = 2 * S::kTileBytes;
@@ -33,7 +33,7 @@ struct Layout {
   static constexpr int kBlocksAtOnce = blocks_at_once(kBytes, S::kHeads > 1 ? 16 : 24);
 };
 
-// In float64: in float32, the result would be off by 5e-4 for a maximum of 10,000.
+// Computed in float64: in float32, the result would be off by 5e-4 for a maximum of 10,000.
 __device__ __forceinline__ double log_sum(float maximum, float total) {
   return total == 0 ? -static_cast<double>(INFINITY) : static_cast<double>(maximum) + log2f(total);
 }
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
   };
   const float scale = input.scale * kLog2E;
   float sum[S::kTiles][4], maximum[S::kHeads][kRowsOwned], total[S::kHeads][kRowsOwned];
-  // Runs again, entry by entry, if a sum is infinite or NaN.
+  // If a sum is infinite or NaN, the loop runs again, entry by entry.
   for (bool by_entry = false;; by_entry = true) {
     if (slice.length > 0) {
       const Table<S> own(input.q, first_head, input.heads, input.head_width, lane);
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
         load_own<S>(q, memory + L::kOwn, lane);
         __syncwarp();
       }
-      start(index + kStages - 1);  // all lanes are here, so the previous iteration's tile is free
+      start(index + kStages - 1);  // all lanes are here, so the previous tile is not in use
       const std::uint32_t stage = memory + index % kStages * L::kStageBytes;
       const std::uint32_t block = memory + L::kBlocks + index % kStages * kBlockBytes;
       const Entries<S> entries(block, lane);

@@ -1,14 +1,15 @@
-// Backward pass of the fused dot-product attention (attention_bsb.cu). Scores are recomputed from the saved
-// log-sum-exp, as in FlashAttention-2, so no intermediate array has edge size. There are no atomics.
+// Backward pass of the fused dot-product attention (attention_bsb.cu). Scores are recomputed, and the saved
+// log-sum-exp normalises them, as in FlashAttention-2, so no intermediate array has one element per edge.
+// There are no atomics.
 //
 // With P = softmax(S), delta_i = <dO_i, O_i>, dP = dO V^T and dS = P (dP - delta):
 //   - A pass over the structure gathers K and V and computes dQ = scale dS K, and the gradient dS of the
 //     bias.
 //   - A pass over the transposed structure gathers Q and dO and computes dK = scale dS^T Q and dV = P^T dO.
 //
-// Both passes use one kernel. Own rows A, B and gathered rows X, Y give the scores A X^T and the products B
-// Y^T. The kernel sums dS X, and in the second pass P Y as well. Each row is gathered once for both of its
-// products.
+// Both passes use one kernel. With own rows A, B and gathered rows X, Y, the scores are A X^T, and the
+// products with gradients are B Y^T. The kernel sums dS X and, in the second pass, also P Y. Each row is
+// gathered once for both of its products.
 
 #include "fastsparse/attention_tiles.cuh"
 #include "fastsparse/combine_partials.cuh"
@@ -19,12 +20,13 @@ namespace attention_bsb_backward_detail {
 
 using namespace attention;
 
-// What the passes read of a row and head: x is the log-sum-exp, y is delta. In float32, z is the rounding
-// error of x, which is 5e-4 for scores of 10,000.
+// What the passes read for a row and head: x is the log-sum-exp, and y is delta. In float32, z is the
+// rounding error of x, which is 5e-4 for scores of 10,000.
 template <typename T>
 using RowState = std::conditional_t<std::is_same_v<T, float>, float4, float2>;
 
-// One pass. In the transposed pass, own rows are sources and gathered rows are destinations.
+// The arguments of one pass. In the transposed pass, own rows are sources, and gathered rows are
+// destinations.
 struct Pass {
   BsbView a;
   AttentionBsbInput input;
@@ -32,15 +34,15 @@ struct Pass {
   DenseView x, y;          // K, V; transposed: Q, dO
   const void* row_state;
   void* grad_bias;
-  void* grad_a;      // gradient of own_a's matrix
+  void* grad_a;      // gradient of the matrix in own_a
   void* grad_b;      // transposed: gradient of V; otherwise unused
-  float* partial_a;  // partial results of windows with several slices
+  float* partial_a;  // partial results of grad_a, for windows with several slices
   float* partial_b;
 };
 
-// Shared memory of a warp: stages of two tiles, the states of the gathered rows, and the blocks of the
-// stages. Own rows that fit the registers are in the last stage until they are loaded. The first stage holds
-// the results after the last block.
+// Layout of a warp's shared memory: stages of two tiles, the states of the gathered rows, and the quads of
+// the stages' blocks. The last stage has the own rows until they are loaded, if they fit the registers. The
+// first stage has the results after the last block.
 template <typename S, bool kTransposed>
 struct Layout {
   static constexpr bool kKeepOwn = 2 * S::kPieces + (kTransposed ? 8 : 4) * S::kTiles <= 128;
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
   }
 
   float sum_a[S::kTiles][4], sum_b[S::kTiles][4];
-  // Runs again, entry by entry, if a sum is infinite or NaN.
+  // If a sum is infinite or NaN, the loop runs again, entry by entry.
   for (bool by_entry = false;; by_entry = true) {
     if (slice.length > 0) {
       const Table<S> a(args.own_a, first_head, input.heads, input.head_width, lane);
@@ -161,7 +163,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
         load_own<S>(own_b, memory + L::kOwnB, lane);
         __syncwarp();
       }
-      start(index + kStages - 1);  // all lanes are here, so the previous iteration's tile is free
+      start(index + kStages - 1);  // all lanes are here, so the previous tile is not in use
       const int nth = index % kStages;
       const std::uint32_t tile_x = memory + nth * L::kStageBytes, tile_y = tile_x + S::kTileBytes;
       const std::uint32_t block = memory + L::kBlocks + nth * kBlockBytes;
@@ -193,7 +195,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
           const State state = kTransposed ? gathered_state[i / kRowsOwned] : own_state[h][i % kRowsOwned];
-          // Rounded as in the forward pass, so that the only score of a row has exactly the weight 1.
+          // Rounded in the same way as in the forward pass, so that the only score of a row has exactly the
+          // weight 1.
           float power = __fmul_rn(score[i], scale), factor = 1;
           if constexpr (kExtras) {
             power += entries.bias(input, i, position[i], first_head + h);

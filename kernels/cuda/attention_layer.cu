@@ -1,8 +1,8 @@
-// The attention of a layer on CUDA, one call for the forward and one for the backward pass: scores of nodes,
-// attention, the skip connection and bias that are added, and all their gradients. It launches the kernels of
-// the operators (additive_attention.cu, gatv2_attention.cu, edge_attention.cu without edge features or
-// attention_bsb.cu, and their backward passes) and those of attention_layer_parts.cu. One launch computes all
-// sums over nodes.
+// The attention of a layer on CUDA, with one call per pass. The forward call computes scores of nodes,
+// attention, and the skip connection and bias that are added. The backward call computes all gradients. Both
+// launch the kernels of the operators (additive_attention.cu, gatv2_attention.cu, edge_attention.cu without
+// edge features or attention_bsb.cu, and their backward passes) and the kernels of attention_layer_parts.cu.
+// One launch computes all sums over nodes.
 
 #include <algorithm>
 
@@ -110,7 +110,7 @@ struct Layer {
             args.dtype};
   }
 
-  // Numbers of float32 that `state` takes, a multiple of 16 bytes.
+  // Size of `state` as a number of float32, rounded up to a multiple of 16 bytes.
   std::int64_t state_numbers() const {
     const int arrays = is(AttentionScore::kAdditive) ? 3 : args.on_blocks ? 2 : 1;
     return ceil_div(arrays * items, 4) * 4;
@@ -158,11 +158,11 @@ struct Layer {
   }
 
   struct Backward {
-    float* row_state;  // or a pair of numbers for every edge
+    float* row_state;  // for dot products that read rows: {w, dS} of every edge and head
     float *partial_row, *partial_column, *partial_other;
-    float *first, *second, *third;  // gradients before they are copied or added to their results
+    float *first, *second, *third;  // gradients before a kernel copies them or adds them to the results
     float* sums;
-    double* parts[kMostSums];  // parts of the gradients of the vector, the bias and the maps' biases
+    double* parts[kMostSums];  // partial sums of the gradients of the vector, the bias and the maps' biases
     std::int64_t numbers;
   };
 
@@ -220,7 +220,7 @@ struct Layer {
     return code != cudaSuccess ? code : sum(workspace);
   }
 
-  // Gradients that are sums over nodes, or over the groups of GATv2's kernel.
+  // Sums the gradients that are sums over nodes or, for GATv2, over lane groups.
   int sum(const Backward& workspace) const {
     SumOfRowsArgs sums[kMostSums];
     int count = 0;
@@ -234,7 +234,8 @@ struct Layer {
       add(0, workspace.sums, args.att_rows, width, width, Dtype::kFloat32, args.grad_vectors[0],
           Dtype::kFloat32);
     }
-    if (!is(AttentionScore::kAdditive)) {  // additive attention sums it with the gradients of the vectors
+    if (!is(AttentionScore::kAdditive)) {  // additive attention sums this together with the gradients of the
+                                           // vectors
       add(1, args.grad.data, args.num_nodes, width, args.grad.stride, args.dtype, args.grad_bias,
           args.grad_bias_dtype);
     }

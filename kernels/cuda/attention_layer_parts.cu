@@ -1,5 +1,5 @@
-// The parts of an attention layer around the attention itself, on CUDA. There are few kernels, because on
-// small graphs their launches take longer than the kernels.
+// The kernels that an attention layer launches before and after attention, on CUDA. There are few kernels,
+// because on small graphs launches take longer than kernels.
 //   - scores_kernel: <a_h, v_ih> for both vectors of every head. Lanes as in head_lanes.cuh; a group of lanes
 //     handles every `groups`-th row and keeps the vectors in registers. Floor: v read once.
 //   - score_gradients_kernel: dv_ih += ds_ih a_h (both vectors), and sums over the rows of ds_ih v_ih and of
@@ -19,7 +19,7 @@ namespace fastsparse::cuda {
 namespace attention_layer_parts_detail {
 
 constexpr int kThreads = 256;
-constexpr int kRowsPerGroup = 8;  // with few rows, in the kernels that keep vectors or sums in registers
+constexpr int kRowsPerGroup = 8;  // if there are few rows, for kernels that keep vectors or sums in registers
 constexpr int kRowsAhead = 2;     // rows that a lane loads before it uses them
 
 template <typename T, int kVec, int kHeadLanes>
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kHeadThreads)
   float first[kLaneFeatures], second[kLaneFeatures];
   lane.load_vector(first, static_cast<const float*>(args.vectors[0]));
   lane.load_vector(second, static_cast<const float*>(args.vectors[1]));
-  // All lanes of a warp take the same number of steps, because they add up together.
+  // All lanes of a warp take the same number of steps, because they exchange sums by shuffles.
   for (std::int64_t base = 0; base < args.num_rows; base += groups) {
     const std::int64_t row = base + lane.group;
     const bool inside = row < args.num_rows;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kHeadThreads)
   lane.load_vector(second, static_cast<const float*>(scores.vectors[1]));
   const bool sums_grad = args.grad.data != nullptr;
   const auto rows_v = lane.gather(scores.v), rows_grad = lane.gather(sums_grad ? args.grad : scores.v);
-  // This kernel also writes this memory, so it is not read through the read-only cache, and all loads of a
+  // This kernel also writes grad_v, so grad_v is not read through the read-only cache, and all loads of a
   // step come before its stores.
   const auto load_grad_v = [&](std::int64_t row) {
     Features<T, kVec> features{};

@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Adds the parts of this lane's column. True in the block's first warp, which gets both sums, if the column
-// exists.
+// Adds the parts of this lane's column. In the first warp of the block, `first` and `second` get both sums,
+// and the function returns true if the column exists.
 __device__ __forceinline__ bool add_parts(const MaskedRows& rows, std::int64_t column, double& first,
                                           double& second) {
   __shared__ double sums[2][kWarp][kWarp];
@@ -244,7 +244,7 @@ Shape shape_of(const MaskedRows& rows, int vec) {
   int columns = 1;
   while (columns < rows.width / vec && columns < kThreads) columns *= 2;
   const unsigned across = ceil_div(rows.width / vec, columns);
-  // A thread normalises a multiple of kAhead rows: exactly kAhead if there are few rows.
+  // A thread normalises a multiple of kAhead rows, and only kAhead rows if there are few rows.
   const std::int64_t block_rows = kThreads / columns * kAhead;
   const std::int64_t times = ceil_div(rows.num_rows, 4 * rows.num_parts * block_rows);
   const unsigned down = std::max(ceil_div(rows.num_rows, std::max<std::int64_t>(times, 1) * block_rows), 1u);
@@ -252,7 +252,7 @@ Shape shape_of(const MaskedRows& rows, int vec) {
           dim3(ceil_div(rows.width, kWarp))};
 }
 
-// Calls f(a T, integral constant: elements per load, shape).
+// Calls f(a value of type T, the number of elements per load as a constant, shape).
 template <typename F>
 void with_loads(const MaskedRows& rows, std::initializer_list<const void*> addresses, F&& f) {
   with_type(rows.dtype, [&](auto type) {

@@ -1,9 +1,9 @@
 // Conversion between CBSR and dense rows, on CUDA cores.
 //
 // To dense: several lanes build one row in shared memory, a tile at a time, and write it in coalesced 16-byte
-// pieces: num_rows * (k * (sizeof(T) + id) + width * sizeof(T)) bytes in all. Gather: a thread handles up to
-// four entries of a row, which are close to each other. All sectors with kept columns are read, which are
-// nearly all sectors if k is at least width / 8.
+// pieces. In all, num_rows * (k * (sizeof(T) + sizeof(Id)) + width * sizeof(T)) bytes are moved. Gather: a
+// thread handles up to four entries of a row, which are close to each other. All 32-byte sectors with kept
+// columns are read, which are nearly all sectors if k is at least width / 8.
 
 #include <type_traits>
 
@@ -14,8 +14,8 @@ namespace fastsparse::cuda {
 namespace cbsr_detail {
 
 constexpr int kThreads = 128;
-// Lanes that share a row. 2.4 million rows of width 256 with k = 16 take 0.45 ms with 8 lanes and 0.60 ms
-// with a warp in 16 bits, and 0.96 ms and 0.75 ms in 32 bits.
+// Number of lanes that share a row. For 2.4 million rows of width 256 with k = 16, 16-bit values take 0.45 ms
+// with 8 lanes and 0.60 ms with a warp; 32-bit values take 0.96 ms and 0.75 ms.
 template <typename T>
 constexpr int kLanes = sizeof(T) == 2 ? 8 : kWarp;
 template <typename T>
@@ -23,18 +23,19 @@ constexpr int kTeams = kThreads / kLanes<T>;
 constexpr int kTileBytes = 1024;  // bytes of a row per tile
 constexpr int kGatherThreads = 256;
 
-// Kept entries that a lane moves at once if alignment allows it.
+// Number of kept entries that a lane moves at once, if alignment allows it.
 template <typename T>
 constexpr int kMost = sizeof(T) == 8 ? 2 : 4;
 
-// Calls f with an unsigned integer as wide as `dtype`: values are only copied.
+// Calls f with an unsigned integer as wide as `dtype`, because values are only copied.
 template <typename F>
 void with_bits(Dtype dtype, F&& f) {
   if (dtype == Dtype::kFloat64) return f(std::uint64_t{});
   dtype == Dtype::kFloat32 ? f(std::uint32_t{}) : f(std::uint16_t{});
 }
 
-// Calls f with a value of the type of the column ids of rows of this width.
+// Calls f with a value of the C++ type of the column ids: std::uint8_t or std::uint16_t, depending on the
+// width.
 template <typename F>
 void with_id_type(std::int64_t width, F&& f) {
   width <= 256 ? f(std::uint8_t{}) : f(std::uint16_t{});
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) to_dense_kernel(const CbsrToDenseArg
   __shared__ alignas(16) T tiles[kTeams<T>][kTile];
   const int lane = static_cast<int>(threadIdx.x) % kLanes<T>;
   const int team = static_cast<int>(threadIdx.x) / kLanes<T>;
-  // All lanes of a warp stay active: teams beyond the last row repeat it.
+  // All lanes of a warp stay active: teams beyond the last row process the last row again.
   const std::int64_t row = min(static_cast<std::int64_t>(blockIdx.x) * kTeams<T> + team, args.num_rows - 1);
   T* tile = tiles[team];
   const T* values = static_cast<const T*>(args.values) + row * args.k;

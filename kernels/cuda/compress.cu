@@ -15,7 +15,7 @@ namespace compress_detail {
 constexpr int kThreads = 256;
 constexpr std::size_t kAlign = 256;
 
-// Bits that indices below `count` need.
+// Number of bits that indices below `count` need.
 int bits_of(std::int64_t count) {
   int bits = 1;
   while (bits < 63 && (std::int64_t{1} << bits) < count) ++bits;
@@ -37,7 +37,7 @@ KeyLayout key_layout(const CompressArgs& args) {
   return {minor_bits, key_bits, key_bits > 32 || args.order_is_64bit};
 }
 
-// The type of positions if only keys are sorted.
+// The type of positions, if only keys are sorted.
 using cub::NullType;
 
 // Without a minor index, major indices that are negative or too large are sorted to the end, and the caller
@@ -70,7 +70,7 @@ __global__ void unpack_keys_kernel(const CompressArgs args, int minor_bits, cons
   }
 }
 
-// major_ptr[r] = number of sorted keys below row r.
+// Computes major_ptr[r] = number of sorted keys below row r.
 template <typename Key>
 __global__ void find_rows_kernel(const CompressArgs args, int minor_bits, const Key* keys) {
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -102,7 +102,8 @@ cudaError_t sort(void* scratch, std::size_t& bytes, cub::DoubleBuffer<Key>& keys
 
 std::size_t padded(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
-// Scratch: two buffers of keys, two of positions, and CUB's own. If it is null, only its size is computed.
+// Scratch: two buffers of keys, two buffers of positions, and CUB's scratch. If `scratch` is null, only its
+// size is computed.
 template <typename Index, typename Key, typename Id>
 int compress_typed(const CompressArgs& args, char* scratch, std::size_t* scratch_bytes, cudaStream_t stream) {
   const KeyLayout layout = key_layout(args);
@@ -187,14 +188,14 @@ __global__ void make_segment_keys_kernel(const SortSegmentsArgs args, std::uint3
     ids[e] = static_cast<std::int32_t>(e);
     if (segment[i] < before[i]) descends = true;
   }
-  // One store per block; even so, the stores to one address take a microsecond.
+  // Each block stores at most once; even so, all stores to this address take a microsecond.
   if (__syncthreads_or(descends ? 1 : 0) != 0 && threadIdx.x == 0) args.facts[kIndexDescends] = 1;
 }
 
-// Offsets of a sort's arrays in one piece of scratch.
+// Offsets of the arrays of a sort in one allocation of scratch.
 struct SegmentScratch {
   std::size_t second_keys, ids, counts, of_sort, sort_bytes, bytes;
-  int bits;  // bits of a key that are sorted
+  int bits;  // number of bits of a key by which keys are sorted
 
   cudaError_t measure(const SortSegmentsArgs& args) {
     bits = bits_of(args.num_segments + 1);
@@ -261,8 +262,8 @@ __device__ void reverse_entry(const ReverseEntriesArgs& args, std::int64_t row, 
   const std::int64_t c = args.col[e];
   const std::int64_t nth = e - first_at_least(args.col, args.rowptr[row], e, c);
   std::int64_t id = first_at_least(args.col, args.rowptr[c], args.rowptr[c + 1], row) + nth;
-  // If the checksum wrongly took the structure for symmetric, results are wrong, but no access is out of
-  // bounds.
+  // The checksum may fail to detect that the structure is not symmetric. Then results are wrong, but this
+  // bound keeps accesses valid.
   if (id >= args.num_edges) id = args.num_edges - 1;
   if (args.id_is_64bit) {
     if (args.edge_id != nullptr) id = static_cast<const std::int64_t*>(args.edge_id)[id];
@@ -328,7 +329,7 @@ int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scrat
 
   cub::DoubleBuffer<std::uint32_t> keys(reinterpret_cast<std::uint32_t*>(workspace),
                                         reinterpret_cast<std::uint32_t*>(workspace + places.second_keys));
-  // Positions start in the buffer from which passes of 8 bits end in `order`.
+  // Positions start in the buffer for which an even or odd number of 8-bit passes ends in `order`.
   cub::DoubleBuffer<std::int32_t> ids(reinterpret_cast<std::int32_t*>(workspace + places.ids), args.order);
   if ((places.bits + 7) / 8 % 2 == 0) std::swap(ids.d_buffers[0], ids.d_buffers[1]);
   const unsigned blocks = ceil_div(args.num_rows, kThreads * kKeysPerThread);

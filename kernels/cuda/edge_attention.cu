@@ -7,9 +7,9 @@
 //   - GATv2: W a_ij is inside the leaky ReLU, so it is computed here and not stored. W is in registers if an
 //     edge has up to 8 features, otherwise in the L1 cache.
 //
-// Floors, E entries of width F = H D: 2 E F sizeof(T) bytes gathered (GATv2: half, because the key is also
-// the value) and E A sizeof(T) read. Without edge features (A = 0) the policies are those of attention and of
-// gatv2_attention.
+// Floors, for E entries of width F = H D: 2 E F sizeof(T) bytes gathered (GATv2: half, because the key is
+// also the value) and E A sizeof(T) bytes read. Without edge features (A = 0), the policies compute the
+// attention of attention_bsb.cu and of gatv2_attention.cu.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/edge_attention.cuh"
@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(kHeadThreads,
 
   float max = -kInfinity, sum = 0;
   float acc[kLaneFeatures] = {}, acc_edge[kPart] = {};
-  // Adds the entries from `base` on. `whole`: every group of the warp has all of these entries, so none is
-  // masked.
+  // Adds the entries from `base` on. `whole`: every group of the warp has all of these entries, so no entry
+  // is masked.
   const auto add = [&](auto whole, const auto& entries, int base) {
     constexpr bool kWhole = decltype(whole)::value != 0;
     constexpr int kCount = sizeof(entries.col) / sizeof(entries.col[0]);
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kHeadThreads,
     }
 #pragma unroll
     for (int u = 0; u < kCount;
-         ++u) {  // explicit fma: the compiler contracts instances of this loop in two ways
+         ++u) {  // fma, because the compiler contracts instances of this loop in two ways
       float w = exp_or_zero(score[u] - reference);
       sum += w;
       if (!kPlain && input.dropout.threshold != 0) {

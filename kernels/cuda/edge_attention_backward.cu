@@ -15,9 +15,9 @@
 //     atomics: 8 E F bytes.
 //   - GATv2's dW is computed in one pass over the edges, without a gather.
 //
-// Floors, E entries of width F: 4 E F sizeof(T) bytes gathered (GATv2: 2), 16 E H bytes of pairs written and
-// read. Slices of a row are combined in slot order, and the caller adds the sums of groups of lanes, so there
-// are no other atomics.
+// Floors, for E entries of width F: 4 E F sizeof(T) bytes gathered (GATv2: 2), 16 E H bytes of pairs written
+// and read. Slices of a row are combined in slot order, and the caller adds the sums of groups of lanes, so
+// there are no other atomics.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/atomic_add.cuh"
@@ -28,15 +28,15 @@
 namespace fastsparse::cuda {
 namespace edge_attention_backward_detail {
 
-// Address of a pair {w, dS}.
+// The address of the pair {w, dS} of an edge and head.
 __device__ __forceinline__ float2* pair_at(void* work, std::uint32_t position, std::int64_t heads,
                                            std::int64_t head) {
   return static_cast<float2*>(work) + head +
          static_cast<std::uint64_t>(position) * static_cast<std::uint32_t>(heads);
 }
 
-// Where this block writes the gradients of edge features: one float32 part per block of heads, which the
-// caller adds, or T if the block has all heads.
+// Where this block writes the gradients of edge features: to one float32 part per block of heads, which the
+// caller adds, or as T to the result if the block has all heads.
 template <typename T>
 struct FeatureGradients {
   char* from;
@@ -76,8 +76,8 @@ __device__ __forceinline__ void store_features_of_heads(const FeatureGradients<T
                                                         float (&part)[kCount][kEdge]) {
   const int lane_of_group = threadIdx.x & (lane.group_lanes - 1);
   if (lane.group_lanes >= 4 * lane.lanes) {
-    // Numbers are exchanged as in `scatter_sum`, but between heads: head h of the group gets every fourth
-    // feature, from h % 4 on.
+    // Numbers are exchanged as in `scatter_sum`, but between the lanes of different heads: head h of the
+    // group gets every fourth feature, from h % 4 on.
     const bool upper = (lane_of_group & 2 * lane.lanes) != 0, odd = (lane_of_group & lane.lanes) != 0;
     const int nth = 2 * upper + odd;
 #pragma unroll
@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
   Entries<kInFlight> next;
   next.read(of_slice, 0);
 
-  // Kept packed, because registers are scarce with 16-bit types. Zeros for a row without entries, which may
-  // hold NaN: its lanes also loop up to the longest slice of their warp.
+  // Features stay packed, because registers are scarce with 16-bit types. They are zeros for a row without
+  // entries, because the row may contain NaN, and its lanes also loop up to the longest slice of their warp.
   LaneFeatures<T> q = {}, grad = {};
   if (slice.length > 0) {
     q = lane.load_packed<T>(input.q, row);
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
       if (!kPlain && input.dropout.threshold != 0) {
         weight[u] *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
       }
-      // Explicit fma: the compiler contracts instances of this loop in two ways.
+      // This is an explicit fma, because the compiler contracts instances of this loop in two ways.
       grad_score[u] = __fmaf_rn(weight[u], products[kCount + u], -(p * delta[0]));
       if (has[u] && lane.live && lane.sub == 0) {
         *pair_at(args.work, entries.position[u], input.heads, lane.head) =
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
   const auto q_rows = lane.gather<T>(input.q), grad_rows = lane.gather<T>(args.grad);
   const RowSlice slice = load_slice(args.split_t, lane.group);
   if (lane.group >= args.split_t.num_slices) return;
-  // Each group uses its own length, because no lane waits for another.
+  // Each group loops over its own length, because no lane waits for another one.
   const SliceEntries of_slice(args.a_t, slice);
   Entries<kInFlight> next;
   next.read(of_slice, 0);
@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
   }
 }
 
-// Writes da = W^T dz of the edges in flight (GATv2), summed over the heads of the group, with W in registers.
+// Writes da = W^T dz of the edges in flight (GATv2), summed over the heads of the group. W is in registers.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardArgs& args,
                                                     const EdgeLane& lane, const KeptWeight<T>& weight,
@@ -390,7 +390,7 @@ __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardA
   }
 }
 
-// As above for edges with more features, with W from the L1 cache.
+// Writes da = W^T dz of the edges in flight, for edges with more features. W is in the L1 cache.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardArgs& args,
                                                     const EdgeLane& lane,
@@ -447,7 +447,7 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
     Entries<kInFlight> next;
     next.read(args.a, slice, 0);
     float x_dst[kLaneFeatures] = {}, grad[kLaneFeatures] = {}, grad_x[kLaneFeatures] = {};
-    if (slice.length > 0) {  // zeros for a row without entries, which may hold NaN
+    if (slice.length > 0) {  // a row without entries has zeros, because it may contain NaN
       lane.load<T>(x_dst, input.q, row);
       lane.load<T>(grad, args.grad, row);
     }
@@ -597,10 +597,10 @@ __global__ void __launch_bounds__(kHeadThreads, 5)
   }
 }
 
-// Edge features per block: a lane keeps their part of dW in registers.
+// Number of edge features per block: a lane keeps their part of dW in registers.
 constexpr int kWeightFeatures = 8;
 
-// dW. Group g sums every weight_rows-th edge from g on and writes row g of grad_weight.
+// Computes dW. Group g sums every weight_rows-th edge from g on, and writes row g of grad_weight.
 template <typename T>
 __global__ void __launch_bounds__(kHeadThreads, 4)
     gatv2_weight_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,

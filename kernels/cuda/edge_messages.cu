@@ -2,10 +2,10 @@
 // with a policy for the message (formulas in edge_messages.h).
 //
 // Every feature of a message is computed independently, so tiles of the width are independent and nothing is
-// summed over lanes (lane map in edge_messages.cuh). Raw edge features are projected here, with W in the L1
-// cache. Each weight is read once for all edges in flight, and W a_ij is not stored.
+// summed over lanes (edge_messages.cuh explains the lanes). Raw edge features are multiplied by W here, with
+// W in the L1 cache. Each weight is read once for all edges in flight, and W a_ij is not stored.
 //
-// Floors in bytes, E entries of width F, A raw features, T bytes per number:
+// Floors in bytes, for E entries of width F, A raw features, T bytes per number:
 //   - relu: E F T gathered, E F T or E A T of edges read, E F / 8 of signs written. The backward pass reads
 //     the signs instead of x and the edges.
 //   - gates: 2 E F T gathered; with state, also E F T read and written.

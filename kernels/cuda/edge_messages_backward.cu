@@ -18,7 +18,7 @@
 namespace fastsparse::cuda {
 namespace edge_messages_backward_detail {
 
-// Sums over the lanes of a group; all lanes get the same bits.
+// Sums over the lanes of a group. All lanes get the same bits.
 template <int kCount, typename A>
 __device__ __forceinline__ void sum_over_lanes(A (&v)[kCount], int lanes) {
   for (int offset = 1; offset < lanes; offset *= 2) {
@@ -44,8 +44,9 @@ __device__ __forceinline__ void add_to_features(Acc<T> (&part)[4 * kCount], cons
   }
 }
 
-// Sums each of kCount numbers over 8 lanes. Lane i gets the i-th eighth of the sums. The lanes exchange half
-// of their numbers in each step: 7/8 kCount shuffles instead of 3 kCount for sums in all lanes.
+// Sums each of kCount numbers over kLanes lanes. Lane i gets the i-th part of the sums. In each step, the
+// lanes exchange half of their numbers. For 8 lanes, that takes 7/8 kCount shuffles instead of 3 kCount for
+// sums in all lanes.
 template <int kLanes, typename A, int kCount>
 __device__ __forceinline__ void scatter_over_lanes(A (&v)[kCount]) {
   constexpr int kHalf = kCount * kLanes / 16;
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
     }
     next.read(args.a_t, slice, base + kInFlight);
 
-    A z[kInFlight][kTileFeatures], value[kInFlight][kTileFeatures];  // later their gradients
+    A z[kInFlight][kTileFeatures], value[kInFlight][kTileFeatures];  // later, the gradients of z and v_ij
     if constexpr (kGated) {
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
@@ -205,12 +206,12 @@ __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
   if constexpr (kGated) lane.store_sum(slice, args.grad_v, args.partial_v, grad_v);
 }
 
-// Rows of a group's partial sums: those of dW and, for relu, one for dbias.
+// Number of rows of a group's partial sums: the rows of dW and, for relu, one row for dbias.
 __host__ __device__ inline std::int64_t rows_of_group(const EdgeMessageInput& input) {
   return input.edge_width + (input.message == EdgeMessage::kRelu ? 1 : 0);
 }
 
-// Raw features per block: a lane keeps their part of dW in registers.
+// Number of raw features per block: a lane keeps their part of dW in registers.
 template <typename T>
 constexpr int kWeightFeatures = sizeof(Acc<T>) == 4 ? 8 : 4;
 
@@ -221,7 +222,8 @@ constexpr int kWeightBlocks = sizeof(Acc<T>) == 8 ? 1
                                                   : 4;
 
 // A group of lanes sums dW over every args.groups-th slice. For gates, blocks with odd blockIdx.z sum dU
-// instead. The next slice and its entries are loaded ahead: slice, entry and edge are dependent loads.
+// instead. The next slice and its entries are loaded ahead, because slice, entry and edge are dependent
+// loads.
 template <typename T, bool kGated>
 __global__ void __launch_bounds__(kMessageThreads, kWeightBlocks<T, kGated>)
     edge_messages_weight_kernel(const __grid_constant__ EdgeMessageBackwardArgs args, int lanes) {
@@ -323,8 +325,8 @@ __global__ void __launch_bounds__(kMessageThreads, kWeightBlocks<T, kGated>)
   }
 }
 
-// Adds the groups' parts of dW and dbias, or in the grid's second row those of dU. Each lane handles one
-// column, each of the 32 warps every 32nd group.
+// Adds the groups' parts of dW and dbias or, in the second row of the grid, the groups' parts of dU. Each
+// lane handles one column, and each of the 32 warps every 32nd group.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kWarp* kWarp)
     sum_groups_kernel(const __grid_constant__ EdgeMessageBackwardArgs args) {
@@ -355,7 +357,7 @@ __global__ void __launch_bounds__(kWarp* kWarp)
   }
 }
 
-// Adds the tiles' parts of da.
+// Adds the parts of da over the tiles of the width.
 template <typename T>
 __global__ void __launch_bounds__(kMessageThreads)
     sum_tiles_kernel(const __grid_constant__ EdgeMessageBackwardArgs args, int tiles) {
@@ -380,7 +382,7 @@ void launch(const EdgeMessageBackwardArgs& args, cudaStream_t stream) {
   const bool gated = input.message != EdgeMessage::kRelu;
   if (args.split_t.num_slices != 0) {
     const dim3 grid = message_grid(args.split_t.num_slices, input.width, lanes);
-    // relu reads signs instead of the edges, so raw features matter only if their own gradient is needed.
+    // relu reads signs instead of the edges, so raw features are read only if their own gradient is needed.
     const bool raw = input.weight != nullptr && (gated || args.grad_features != nullptr);
     with_message(input.message, raw, [&](auto message, auto is_raw) {
       edge_messages_column_kernel<T, decltype(message)::value, decltype(is_raw)::value>

@@ -1,6 +1,6 @@
 // Softmax over the entries of every row of edge values, and its gradient, on CUDA cores. A group of lanes
 // handles one slice of a row. 1, 4, 8 or 32 adjacent lanes handle adjacent heads, so that entries with many
-// heads are read in whole cache lines. If that is fewer than 8 lanes, the other lanes of the group handle
+// heads are read in whole cache lines. With fewer than 8 of these lanes, the other lanes of the group handle
 // other entries. A row with one slice is finished at once. Slices of longer rows store (maximum, sum) in
 // their slots, and a second kernel merges a row's slots in order, without atomics. Floors: E * H * sizeof(T)
 // bytes read (twice for the gradient) and written, and E edge positions read.
@@ -16,7 +16,8 @@ namespace edge_softmax_detail {
 constexpr int kThreads = 128;
 constexpr int kMinGroup = 8;
 
-// The sum of exp(score - maximum). In the backward pass, the sum of weight * gradient; the maximum stays 0.
+// Forward: the sum of exp(score - maximum). Backward: the sum of weight * gradient, where the maximum stays
+// 0.
 template <typename A>
 struct State {
   A maximum;
@@ -37,8 +38,9 @@ struct State {
     maximum = highest;
   }
 
-  // Factor that makes the weights sum to 1; 0 without weights. It is NaN if the maximum is infinity or NaN: a
-  // first score of infinity counts as 1 in the sum, and correcting that here costs nothing per entry.
+  // The factor that makes the weights sum to 1; 0 if there are no weights. If the maximum is infinity or NaN,
+  // the factor is NaN: a first score of infinity counts as 1 in the sum, and correcting that here costs
+  // nothing per entry.
   __device__ A normaliser() const { return sum == A{0} ? A{0} : A{1} / (sum + (maximum - maximum)); }
 };
 
@@ -51,7 +53,7 @@ struct Entries {
   const EdgeSoftmaxArgs& args;
   RowSlice slice;
   std::int64_t head;
-  int first;  // first of the slice's entries that this lane reads
+  int first;  // the first of the slice's entries that this lane reads
 
   __device__ explicit Entries(const EdgeSoftmaxArgs& args)
       : args(args),

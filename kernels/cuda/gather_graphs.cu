@@ -1,5 +1,6 @@
-// Batches of graphs in one launch: a block copies (a part of) one graph's rows of one tensor. A graph's rows
-// are contiguous, so no thread searches for its graph, and neighbouring lanes copy neighbouring words.
+// Gathers batches of graphs in one launch: a block copies one graph's rows of one tensor, or a part of these
+// rows. A graph's rows are contiguous, so no thread searches for its graph, and neighbouring lanes copy
+// neighbouring words.
 //
 // Tensors of the dataset may be in page-locked host memory, which is read over PCIe.
 #include <algorithm>
@@ -11,7 +12,7 @@ namespace fastsparse::cuda {
 namespace gather_graphs_detail {
 
 constexpr int kThreads = 128;
-// Bytes per block on average, so that a few large graphs also fill the GPU.
+// Average number of bytes per block, small enough that a few large graphs also fill the GPU.
 constexpr std::int64_t kBytesPerBlock = std::int64_t{1} << 14;
 constexpr std::int64_t kMostParts = 1024;
 
@@ -32,7 +33,7 @@ __device__ __forceinline__ void copy(const char* from, char* to, std::int64_t by
   for (std::int64_t k = first_item(); k < count; k += items_apart()) out[k] = __ldg(words + k);
 }
 
-// `alignment` is the bitwise or of all addresses and sizes.
+// Copies words of up to 16 bytes. `alignment` is the bitwise or of all addresses and sizes.
 __device__ void copy_words(const char* from, char* to, std::int64_t bytes, std::uintptr_t alignment) {
   if (alignment % 16 == 0) {
     copy<uint4>(from, to, bytes);

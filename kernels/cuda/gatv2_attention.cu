@@ -1,10 +1,10 @@
 // GATv2 attention, forward, from CSR on CUDA cores.
 //
 // The score <att, leaky_relu(x_dst_i + x_src_j)> is not a matrix product, so tensor cores are not used. The
-// gathered row x_src_j is also the value, so there is one gather. Per entry and feature: conversion, sum,
-// leaky_relu (slope product, maximum), two multiply-adds. Floors, E entries of width F: E F sizeof(T) bytes
-// gathered and 6 E F lane instructions. The instructions take longer if 16-bit features are in the L2 cache.
-// The online softmax rescales once for all entries in flight.
+// gathered row x_src_j is also the value, so there is one gather. Per entry and feature, there are a
+// conversion, a sum, leaky_relu (slope product, maximum) and two multiply-adds. Floors, for E entries of
+// width F: E F sizeof(T) bytes gathered and 6 E F lane instructions. The instructions take longer than the
+// gather if 16-bit features are in the L2 cache. The online softmax rescales once for all entries in flight.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/head_lanes.cuh"

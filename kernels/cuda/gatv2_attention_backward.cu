@@ -1,4 +1,5 @@
-// GATv2 attention, backward, from CSR on CUDA cores. Scores are recomputed, so no array has edge size.
+// GATv2 attention, backward, from CSR on CUDA cores. Scores are recomputed, so no array has one element per
+// edge.
 //
 // With z = x_dst_i + x_src_j, s = <att, leaky_relu(z)>, p = exp(s - lse_i), k the dropout factor, dP = <dO_i,
 // x_src_j>, delta_i = <dO_i, out_i> and dS = p (k dP - delta_i), per head and feature f:
@@ -10,8 +11,8 @@
 //     registers; the caller adds the groups' parts.
 //   - The column pass over A^T gathers x_dst_i and dO_i.
 //
-// Floors, E entries of width F: 3 E F sizeof(T) bytes gathered; about 10 instructions per feature, entry and
-// pass. Slices of a row are combined in slot order, without atomics.
+// Floors, for E entries of width F: 3 E F sizeof(T) bytes gathered; about 10 instructions per feature, entry
+// and pass. Slices of a row are combined in slot order, without atomics.
 
 #include <algorithm>
 
@@ -40,8 +41,8 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     const WarpLength length(slice.length);
     const std::int64_t row = row_of(args.split, slice), row_head = lane.at(row);
     float x_dst[kLaneFeatures] = {}, grad[kLaneFeatures], out[kLaneFeatures], grad_x[kLaneFeatures] = {};
-    // Zeros for a row without entries, which may hold NaN: its lanes also loop up to the longest slice of
-    // their warp.
+    // Zeros for a row without entries, because the row may contain NaN, and its lanes also loop up to the
+    // longest slice of their warp.
     if (slice.length > 0) lane.load(x_dst, input.x_dst, row);
     lane.load(grad, args.grad, row);
 #pragma unroll
@@ -96,7 +97,8 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     }
 
     if (index >= args.split.num_slices || !lane.live) continue;
-    // The slope's part of dx_dst sums to 0 and is left out. If a score is NaN, dx_dst must be NaN.
+    // The part of dx_dst with the factor `slope` sums to 0 and is left out. If a score is NaN, dx_dst must be
+    // NaN, too.
     const float zero_or_nan = 0.0f * score_sum;
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; ++i) {

@@ -1,6 +1,6 @@
-// Row grouping on the GPU: signatures of rows, comparison of neighbours in sorted orders, links to clusters.
-// Bytes: 4 per edge to read its column, which 16 lanes hash in registers; per row and order, 16 to read a
-// signature and 4 to write a key.
+// Row grouping on the GPU: signatures of rows, comparison of neighbours in sorted orders, links to clusters'
+// roots. Memory traffic: 4 bytes per edge to read its column, which 16 lanes hash in registers; per row and
+// order, 16 bytes to read a signature and 4 bytes to write a key.
 
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/group_rows.h"
@@ -13,13 +13,13 @@ constexpr int kThreads = 256;
 constexpr int kRows = kThreads / kHashes;  // rows per block, each hashed by 16 lanes
 constexpr int kAlone = 1024;               // rows of at least this many entries are hashed by the whole block
 
-// The hash that a lane computes.
+// The hash function of a lane.
 struct LaneHash {
   ColumnHash hash;
   std::uint32_t first;
   std::uint32_t second;
 
-  // Minimum over entries begin, begin + step, ...
+  // Smallest hash of the columns of entries begin, begin + step, ...
   __device__ __forceinline__ std::uint32_t least(const std::int32_t* col, std::int64_t begin,
                                                  std::int64_t end, int step) const {
     std::uint32_t least = hash.most();

@@ -1,7 +1,8 @@
-// The work list of spmm_hr (HR-SpMM, section 4.1, algorithm 1) in two launches, without a wait for the GPU.
-// First, each block counts the items of its rows. Then each block sums the counts of the blocks before it and
-// writes the items of its rows. The number of blocks is limited, so that these sums stay small and time is
-// proportional to rows and items. A thread handles a row and writes its items.
+// Builds the work list of spmm_hr (HR-SpMM, section 4.1, algorithm 1) in two launches, without a wait for the
+// GPU. In the first launch, each block counts the items of its rows. In the second, each block sums the
+// counts of the blocks before it, and writes the items of its rows. The number of blocks is limited, so that
+// these sums stay small and time is proportional to rows and items. A thread handles one row and writes its
+// items.
 
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
@@ -14,7 +15,7 @@ namespace fastsparse::cuda {
 namespace hybrid_rows_detail {
 
 constexpr int kThreads = 256;
-constexpr std::int64_t kMostBlocks = 1024;  // about as many as an H100 or H200 runs at once
+constexpr std::int64_t kMostBlocks = 1024;  // about the number of blocks that an H100 or H200 runs at once
 
 // Rows per block: a multiple of kThreads that keeps the number of blocks low.
 std::int64_t rows_of_block(std::int64_t num_rows) {
@@ -27,11 +28,11 @@ __device__ __forceinline__ HybridRowsCounts operator+(const HybridRowsCounts& a,
   return {a.long_items + b.long_items, a.split_rows + b.split_rows, a.slots + b.slots};
 }
 
-// How a row is cut (HybridRows in formats/hybrid_rows.py).
+// How a row is cut into items (HybridRows in formats/hybrid_rows.py).
 struct RowCut {
   std::int64_t begin;
   int rest;
-  int whole;  // entries in long items
+  int whole;  // number of entries in long items
   int num_long;
   bool has_short;
 
@@ -53,14 +54,15 @@ __device__ __forceinline__ RowCut cut_row(const HybridRowsArgs& args, std::int64
   return cut;
 }
 
-// Sum of `value` over the threads before this one; `total` becomes the sum over all threads, in every thread.
+// Returns the sum of `value` over the threads before this one. `total` becomes the sum over all threads, in
+// every thread.
 __device__ HybridRowsCounts sum_before(const HybridRowsCounts& value, HybridRowsCounts& total) {
   using Scan = cub::BlockScan<HybridRowsCounts, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
   __shared__ typename Scan::TempStorage storage;
   HybridRowsCounts before;
   const auto add = [](const HybridRowsCounts& a, const HybridRowsCounts& b) { return a + b; };
   Scan(storage).ExclusiveScan(value, before, HybridRowsCounts{}, add, total);
-  __syncthreads();  // the next call reuses the storage
+  __syncthreads();  // the next call reuses the shared memory
   return before;
 }
 

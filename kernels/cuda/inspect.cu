@@ -1,6 +1,6 @@
-// Checks of edges and compressed rows on the GPU, and the arrays of a structure if the edges are sorted, in
-// one launch. Some blocks pass over edges, the others over rows. The host reads the results once. Bytes:
-// indices read once, 4 written per edge and 28 per row.
+// Checks edges or compressed rows on the GPU and, if the edges are sorted, writes the arrays of a structure,
+// in one launch. Some blocks pass over edges, the others over rows. The host reads the results once. Memory
+// traffic: indices are read once; 4 bytes per edge and 28 bytes per row are written.
 //
 // Few edges are sorted in the same launch, by counting, because a radix sort takes a dozen launches.
 #include <cooperative_groups.h>
@@ -50,7 +50,7 @@ __device__ __forceinline__ void raise(std::int64_t* fact, Word value) {
 
 __device__ __forceinline__ Word greater(Word a, Word b) { return a > b ? a : b; }
 
-// A negative index becomes larger than all valid ones.
+// An index as an unsigned number; a negative index becomes larger than all valid indices.
 template <typename Index>
 __device__ __forceinline__ Word as_unsigned(Index index) {
   return static_cast<Word>(static_cast<std::int64_t>(index));
@@ -106,7 +106,8 @@ __device__ void inspect_edges(const InspectArgs& args, std::int64_t block, std::
 
 template <typename Index>
 __device__ void inspect_rows(const InspectArgs& args, std::int64_t block) {
-  // First and last entry of this block's rows. Its threads search between them, in the cache.
+  // The first and the last entry of this block's rows. The threads of the block search between them, in the
+  // cache.
   __shared__ std::int64_t ends[2];
   const auto* row = static_cast<const Index*>(args.row);
   const int warp = threadIdx.x / kWarp;
@@ -147,7 +148,7 @@ __device__ void inspect_block(const InspectArgs& args, std::int64_t row_blocks) 
                      : inspect_edges<Index>(args, block - row_blocks, gridDim.x - row_blocks);
 }
 
-// The first blocks search for rows. While they wait for memory, the others pass over edges.
+// The first blocks search for rows. While they wait for memory, the other blocks pass over edges.
 __global__ void inspect_kernel(const __grid_constant__ InspectArgs args, std::int64_t row_blocks) {
   args.index_is_64bit ? inspect_block<std::int64_t>(args, row_blocks)
                       : inspect_block<std::int32_t>(args, row_blocks);
@@ -157,9 +158,9 @@ __global__ void inspect_kernel(const __grid_constant__ InspectArgs args, std::in
 
 __device__ __forceinline__ Word sum_of(Word a, Word b) { return a + b; }
 
-// Numbers of entries, slices, slots and split rows in one word, so that one scan sums all of them. No sum
-// overflows into the next field, because there are at most kFewEdges edges and rows, in slices of at least 32
-// entries.
+// The numbers of entries, slices, slots and split rows in one word, so that one scan sums all of them. No sum
+// overflows into the next field, because there are at most kFewEdges edges and rows, and slices have at least
+// 32 entries.
 struct Counts {
   Word word;
 
@@ -173,12 +174,12 @@ struct Counts {
   __device__ std::int32_t cut_rows() const { return static_cast<std::int32_t>(word & 0x1fff); }
 };
 
-// The steps of the sort; all blocks finish a step before the next begins.
+// The steps of the sort. All blocks finish a step before the next step begins.
 struct EdgeSort {
   const SortEdgesArgs& args;
   const InspectArgs& found;
-  std::int32_t* count;               // (num_rows) entries of every row
-  std::int32_t* edge;                // (num_edges) edges of every row, in any order
+  std::int32_t* count;               // (num_rows): number of entries of every row
+  std::int32_t* edge;                // (num_edges): edges of every row, in any order
   std::int64_t first_row, last_row;  // rows of this block
 
   __device__ explicit EdgeSort(const SortEdgesArgs& given) : args(given), found(given.found) {
@@ -189,7 +190,7 @@ struct EdgeSort {
     last_row = std::min(first_row + rows, found.num_rows);
   }
 
-  // Calls `what(e, row)` for the edges of this block's share whose row is valid.
+  // Calls `what(e, row)` for the edges of this block's share that have a valid row.
   template <typename Index, typename What>
   __device__ void each_edge(What what) const {
     const auto* row = static_cast<const Index*>(found.row);
@@ -205,7 +206,7 @@ struct EdgeSort {
     if (blockIdx.x == 0 && threadIdx.x < kNumSortFacts) found.facts[threadIdx.x] = 0;
   }
 
-  // The count that an edge finds is its temporary place among the row's entries.
+  // The number that atomicAdd returns for an edge is its temporary place among the row's entries.
   template <typename Index>
   __device__ void count_rows() const {
     inspect_edges<Index>(found, blockIdx.x, gridDim.x);
@@ -284,7 +285,7 @@ struct EdgeSort {
     });
   }
 
-  // An edge's final place is the number of its row's entries that precede it.
+  // The final place of an edge is the number of the row's entries that precede it in the sorted order.
   template <typename Index>
   __device__ void rank() const {
     const auto* col = static_cast<const Index*>(found.col);
@@ -316,7 +317,7 @@ __global__ void __launch_bounds__(kThreads) sort_edges_kernel(const __grid_const
   grid.sync();
   sort.begin_rows();
   grid.sync();
-  // All blocks decide the same.
+  // All blocks take the same branch.
   if (stay_in_order(args.found) || args.found.facts[kMostEntries] > kMostCompared) return;
   sort.group<Index>();
   grid.sync();
@@ -333,7 +334,7 @@ int sort_edges(const SortEdgesArgs& args, void* stream) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
   if (error != cudaSuccess) return error;
-  // Blocks that wait for each other must all be resident; one per multiprocessor always fits.
+  // All blocks must be resident, because they wait for each other. One block per multiprocessor always fits.
   const auto work = ceil_div(std::max(args.found.num_edges, args.found.num_rows), kThreads);
   const unsigned blocks =
       std::min(std::max(work, 1u), static_cast<unsigned>(std::min(processors, kMostSortBlocks)));

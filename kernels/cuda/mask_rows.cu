@@ -1,7 +1,7 @@
-// Dense rows with 0 for the entries whose bits are not set: the gradient of MaxK with dense results.
+// Dense rows in which the entries whose bits are not set become 0: the gradient of MaxK with dense results.
 //
-// A thread handles 16 bytes of each of kRows rows, and reads the word that has their bits, as its neighbours
-// do. The floor is the memory traffic, num_rows * width * (2 * sizeof(T) + 1 / 8) bytes.
+// A thread handles 16 bytes of each of kRows rows, and reads the word that has their bits, which neighbouring
+// threads read, too. The floor is the memory traffic, num_rows * width * (2 * sizeof(T) + 1 / 8) bytes.
 
 #include <type_traits>
 
@@ -14,7 +14,7 @@ namespace mask_rows_detail {
 constexpr int kThreads = 128;
 constexpr int kRows = 4;  // rows that a thread reads at once
 
-// Sets the elements whose bits are 0 to 0.
+// Replaces the elements whose bits are 0 by 0.
 template <typename T, int kVec>
 __device__ __forceinline__ void mask(Pack<T, kVec>& pack, unsigned bits) {
   if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {

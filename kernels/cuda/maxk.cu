@@ -1,12 +1,12 @@
 // MaxK: exactly the k largest entries of every row, on CUDA cores. For 16-bit numbers up to 1024 columns, see
 // maxk_16_bits.cu.
 //
-// A team of 8, 16 or 32 lanes handles a row. The row is read once and stays in registers: every lane has 4
-// consecutive columns of every 32, 64 or 128. So one scan over the lanes gives the position of every kept
+// A team of 8, 16 or 32 lanes handles a row. The row is read once and stays in registers: of every 32, 64 or
+// 128 columns, every lane has 4 consecutive ones. So one scan over the lanes gives the position of every kept
 // entry.
 //
-// To find the threshold, each step counts the entries that are not below a pivot, and the search ends at a
-// count of k. Because all comparisons are "not below", NaN counts as the largest.
+// To find the threshold, each step counts the entries that are not below a pivot. The search ends when this
+// number is k. Because all comparisons are "not below", NaN counts as the largest number.
 //   - The first pivot is a smoothed threshold of the team's earlier rows, because rows of a layer have
 //     similar thresholds. The next pivots are interpolated between counts, those after six steps are the
 //     middle of the interval. For 256 normally distributed entries and k = 32 this takes 4.2 steps on
@@ -35,9 +35,9 @@ namespace maxk_detail {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kVec = 4;              // consecutive columns of a lane
-constexpr int kMostChunks = 4;       // chunks per panel: their counts share a register
-constexpr int kInterpolations = 12;  // steps before bisection on the bits
+constexpr int kVec = 4;              // number of consecutive columns of a lane
+constexpr int kMostChunks = 4;       // chunks per panel: the counts of these chunks share a register
+constexpr int kInterpolations = 12;  // number of steps before bisection over the bits
 constexpr int kHalvings =
     6;  // first steps, whose pivots are interpolated; later pivots are the middle of the interval
 
@@ -49,12 +49,12 @@ struct Team {
 
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
 
-  // Sums over the team, at most 0xffff.
+  // Sums over the team. The sum must be at most 0xffff.
   static __device__ __forceinline__ int sum(unsigned v) {
     if constexpr (kLanes == kWarp) {
       return static_cast<int>(__reduce_add_sync(kFullWarp, v));
     } else if constexpr (kLanes == kWarp / 2) {
-      const unsigned half = threadIdx.x & kLanes;  // 0 or 16: each team has half of the bits
+      const unsigned half = threadIdx.x & kLanes;  // 0 or 16: each team uses one half of the bits
       return static_cast<int>(__reduce_add_sync(kFullWarp, v << half) >> half & 0xffffu);
     } else {
 #pragma unroll
@@ -64,7 +64,7 @@ struct Team {
   }
 };
 
-// Integers in the order of the values of type T, with -0 just below +0. Not for NaN.
+// Integers that have the order of the values of type T, with -0 just below +0. NaN is not supported.
 template <typename T>
 struct Order {
   using Key = std::conditional_t<sizeof(T) == 8, std::uint64_t,
@@ -86,13 +86,13 @@ struct Order {
   }
 };
 
-// The columns of one lane, kVec of each of kChunks chunks.
+// The columns of one lane: kVec columns of each of kChunks chunks.
 template <typename T, int kChunks>
 using Panel = T[kChunks][kVec];
 
-// Reads this lane's part of a panel: `from` is the address of its first column, `left` the number of columns
-// from there to the row's end. Columns beyond the end get -infinity. They are never kept, because among equal
-// entries those in lower columns are kept.
+// Reads this lane's part of a panel. `from` is the address of the lane's first column, and `left` the number
+// of columns from there to the row's end. Columns beyond the end get -infinity. They are never kept, because
+// among equal entries, those in lower columns are kept.
 template <typename T, int kLanes, int kChunks, bool kAligned>
 __device__ __forceinline__ void load_panel(const T* from, int left, Panel<T, kChunks>& panel) {
   constexpr int kLoad = sizeof(T) == 8 ? 2 : kVec;  // elements per load
@@ -133,7 +133,7 @@ struct Row {
   }
 };
 
-// A row that is read again in every pass.
+// A row that is read from memory again in every pass.
 template <typename T, int kLanes, int kChunks>
 struct Row<T, kLanes, kChunks, 0> {
   using A = Acc<T>;
@@ -159,7 +159,7 @@ struct Row<T, kLanes, kChunks, 0> {
   }
 };
 
-// Adds `one` unless x < pivot, in two instructions. The compiler would use three.
+// Adds `one` to `found` unless x < pivot, in two instructions. The compiler would use three.
 __device__ __forceinline__ void add_unless_below(float x, float pivot, unsigned one, unsigned& found) {
   asm("{ .reg .pred p; setp.geu.f32 p, %1, %2; @p add.u32 %0, %0, %3; }"
       : "+r"(found)
@@ -169,13 +169,14 @@ __device__ __forceinline__ void add_unless_below(double x, double pivot, unsigne
   found += x < pivot ? 0 : one;
 }
 
-// Number of a lane's entries in each chunk, one byte per chunk; a panel has up to four chunks.
+// For each chunk, the number of a lane's entries that a search counts, one byte per chunk. A panel has up to
+// four chunks.
 template <int kPanels>
 struct Counts {
   unsigned packed[kPanels > 0 ? kPanels : 1];  // not used for rows that are not in registers
 };
 
-// Number of a lane's entries in each chunk that are not below the pivot, including NaN.
+// Counts a lane's entries in each chunk that are not below the pivot, including NaN.
 template <int kChunks, typename A>
 __device__ __forceinline__ unsigned counts_from(const Panel<A, kChunks>& panel, A pivot) {
   unsigned counts = 0;
@@ -187,7 +188,7 @@ __device__ __forceinline__ unsigned counts_from(const Panel<A, kChunks>& panel, 
   return counts;
 }
 
-// Number of the row's entries that are not below the pivot, including NaN.
+// Counts the row's entries that are not below the pivot, including NaN.
 template <int kChunks, typename R>
 __device__ __forceinline__ int count_from(const R& row, typename R::A pivot, Counts<R::kHeld>& counts) {
   unsigned found = 0;
@@ -198,7 +199,7 @@ __device__ __forceinline__ int count_from(const R& row, typename R::A pivot, Cou
   return R::OfTeam::sum(found);
 }
 
-// Number of the row's entries that are above the threshold, including NaN.
+// Counts the row's entries that are above the threshold, including NaN.
 template <int kChunks, typename R>
 __device__ __forceinline__ int count_above(const R& row, typename R::A threshold) {
   unsigned found = 0;
@@ -212,12 +213,12 @@ __device__ __forceinline__ int count_above(const R& row, typename R::A threshold
   return R::OfTeam::sum(found);
 }
 
-// A team's estimate from its earlier rows: the threshold and the distance between entries near it, both
-// smoothed.
+// A team's estimate from its earlier rows: the threshold, and the distance between entries near the
+// threshold, both smoothed.
 template <typename A>
 struct Guess {
   A threshold;
-  A gap;  // 0: both are unknown
+  A gap;  // 0: there is no estimate yet
 };
 
 template <typename T, int kChunks, typename R>
@@ -243,7 +244,7 @@ __device__ Guess<Acc<T>> guess_from_range(const R& row, int width, int k) {
   return {highest - range * (share + A(0.1)), range * 2 / static_cast<A>(width)};
 }
 
-// a / b for pivots, which may be inexact. b is neither subnormal nor very large.
+// a / b for pivots, which need not be exact. b must be neither subnormal nor very large.
 __device__ __forceinline__ float quotient(float a, float b) {
   asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(b));
   return a * b;
@@ -253,12 +254,13 @@ __device__ __forceinline__ double quotient(double a, double b) { return a / b; }
 template <typename R>
 struct Threshold {
   typename R::A value;
-  bool exact;  // whether exactly k entries are not below the value; otherwise it is the k-th largest entry,
-               // and others equal it
+  bool exact;  // whether exactly k entries are not below `value`; otherwise `value` is the k-th largest
+               // entry, and other entries equal it
   Counts<R::kHeld> counts;  // counts of entries that are not below the value
 };
 
-// A team that has found its threshold keeps it while the warp's other teams continue.
+// Searches the threshold of a row. A team that has found its threshold keeps it while the warp's other teams
+// continue.
 template <typename T, int kChunks, typename R>
 __device__ __forceinline__ Threshold<R> find_threshold(const R& row, int width, int k, Guess<Acc<T>>& guess) {
   using A = Acc<T>;
@@ -281,7 +283,8 @@ __device__ __forceinline__ Threshold<R> find_threshold(const R& row, int width, 
     exact = found == k;
     const bool moving = !exact && low < pivot && pivot < high;
     if (!__any_sync(kFullWarp, moving)) break;
-    // Without branches, because the compiler does not know that all lanes of a team take the same one.
+    // The code has no branches, because the compiler does not know that all lanes of a team take the same
+    // branch.
     const A surplus = static_cast<A>(found - k);
     const bool above = moving && found > k, below = moving && found < k;
     low = above ? pivot : low;
@@ -341,7 +344,8 @@ struct Places {
     unsigned sum = counts;
 #pragma unroll
     for (int offset = 1; offset < kLanes; offset *= 2) {
-      // The shuffle's own predicate says whether there is a lane to add, which saves five predicates.
+      // The predicate that the shuffle returns says whether there is a lane to add, which saves five
+      // predicates.
       asm volatile(
           "{ .reg .pred p; .reg .u32 other; shfl.sync.up.b32 other|p, %0, %1, %2, 0xffffffff;"
           "  @p add.u32 %0, %0, other; }"
@@ -355,7 +359,7 @@ struct Places {
   static __device__ unsigned byte(unsigned packed, int chunk) { return packed >> (8 * chunk) & 0xffu; }
 };
 
-// Sets bit 4 * chunk + j of the result where `wanted` holds.
+// Sets bit 4 * chunk + j of the result if `wanted` is true for element j of the chunk.
 template <int kChunks, typename A, typename Wanted>
 __device__ __forceinline__ unsigned bits_of(const Panel<A, kChunks>& panel, Wanted&& wanted) {
   unsigned bits = 0;
@@ -367,7 +371,7 @@ __device__ __forceinline__ unsigned bits_of(const Panel<A, kChunks>& panel, Want
   return bits;
 }
 
-// Number of set bits in each chunk, one byte per chunk.
+// Counts the set bits of each chunk, one byte per chunk.
 template <int kChunks>
 __device__ __forceinline__ unsigned counts_of(unsigned bits) {
   unsigned counts = 0;
@@ -378,8 +382,8 @@ __device__ __forceinline__ unsigned counts_of(unsigned bits) {
   return counts;
 }
 
-// The first `remaining` set bits of the team's lanes, in the order of columns. Subtracts their number from
-// `remaining`.
+// Keeps the first `remaining` set bits of the team's lanes, in the order of columns, and subtracts the number
+// of these bits from `remaining`.
 template <int kLanes, int kChunks>
 __device__ unsigned take_first(unsigned bits, int& remaining) {
   using Packed = Places<kLanes>;
@@ -437,7 +441,7 @@ struct Stage {
         : "f"(pivot), "f"(value), "r"(column)
         : "memory");
   }
-  // Predicated: a branch around each store would cost more than the store.
+  // Stores are predicated, because a branch around each store would cost more than the store.
   __device__ __forceinline__ void put_if(bool kept, float value, int column) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %1, 0; @p st.shared.f32 [%0], %2; @p st.shared.b32 [%0+4], %3;"
@@ -471,8 +475,9 @@ __device__ __forceinline__ void write_from(const R& row, const Threshold<R>& thr
   });
 }
 
-// The kept entries if no threshold separates exactly k: all entries above the threshold, and the first of
-// those equal to it in the order of columns. If k or more entries are NaN, NaN is the threshold.
+// Finds the kept entries if no threshold separates exactly k entries: all entries above the threshold and, in
+// the order of columns, the first entries equal to the threshold. If k or more entries are NaN, the threshold
+// is NaN.
 template <int kChunks, typename R>
 struct Tied {
   using A = typename R::A;
@@ -486,7 +491,7 @@ struct Tied {
     if (only_nan) remaining = k;
   }
 
-  // The bits of the next panel's kept entries.
+  // Returns the bits of the next panel's kept entries.
   __device__ __forceinline__ unsigned operator()(const Panel<A, kChunks>& panel) {
     const unsigned above = bits_of<kChunks>(panel, [&](A x) { return !only_nan && !(x <= value); });
     const unsigned equal = bits_of<kChunks>(panel, [&](A x) { return only_nan ? x != x : x == value; });
@@ -527,7 +532,7 @@ __device__ __forceinline__ void write_kept(const R& row, const Threshold<R>& thr
   }
 }
 
-// Writes a row's kept entries, kOut per lane at once.
+// Writes a row's kept entries, kOut entries per lane at once.
 template <int kLanes, int kOut, typename T, typename Id>
 __device__ __forceinline__ void write_out(const Staged* staged, int k, T* values, Id* ids) {
 #pragma unroll 1
@@ -582,8 +587,8 @@ __device__ __forceinline__ void write_panel(const Panel<Acc<T>, kChunks>& panel,
   }
 }
 
-// Writes a dense row of the kept entries, and their bits. The lanes exchange the bits of `chunks` chunks;
-// then lane 8 g + c has the word of columns c * kChunk + 32 g and following.
+// Writes a dense row of the kept entries, and the bits of these entries. The lanes exchange the bits of
+// `chunks` chunks; then lane 8 g + c has the word of the 32 columns from c * kChunk + 32 g on.
 template <typename T, int kChunks, bool kAligned, typename R>
 __device__ __forceinline__ void write_dense(const R& row, const Threshold<R>& threshold, const MaxkArgs& args,
                                             std::int64_t index) {
@@ -621,7 +626,8 @@ __device__ __forceinline__ void write_dense(const R& row, const Threshold<R>& th
   }
 }
 
-// Blocks per SM that have registers for this many values of a row per lane.
+// Number of blocks per multiprocessor for which there are enough registers, if a lane has this number of a
+// row's values.
 constexpr int blocks_per_sm(int values) { return values <= 16 ? 8 : 6; }
 
 template <typename T, typename Id, int kLanes, int kPanels, bool kAligned>
@@ -636,7 +642,8 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kMostChunks * kVec * k
   const Stage stage{static_cast<unsigned>(__cvta_generic_to_shared(staged))};
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kTeams;
   Guess<Acc<T>> guess{0, 0};
-  // All teams of a warp run while its first team has a row. Teams beyond the last row repeat it.
+  // All teams of a warp run while its first team has a row. Teams beyond the last row process the last row
+  // again.
   const int nth = static_cast<int>(threadIdx.x) % kWarp / kLanes;
 #pragma unroll 1
   for (std::int64_t first =

@@ -5,18 +5,18 @@
 //
 //     columns 128 h + 32 i + 8 q, ..., + 7   of lane 4 h + q
 //
-// If kWords = 2, every lane has as many columns again, after those of all lanes. A load reads 64 consecutive
-// bytes. Entries become integers in the same order (-0 becomes +0 and NaN the largest one), and 32 of them
-// become one word for each of their 16 bits (bit_matrix.cuh).
+// If kWords = 2, every lane has the same number of columns again, after the columns of all lanes. A load
+// reads 64 consecutive bytes. Entries become integers that have the same order (-0 becomes +0, and NaN the
+// largest integer), and 32 entries become 16 words, one for each bit (bit_matrix.cuh).
 //
-// From the first bit to the last, the candidates that have the bit set are counted. If there are enough, they
-// remain candidates. Otherwise they are kept, and the candidates without the bit remain. The last candidates
-// are equal, and the first of them fill the row. That takes 16 steps for any numbers, and no row waits for
-// another one.
+// The bits are examined from the highest to the lowest. In each step, the candidates that have the bit set
+// are counted. If there are enough, only these remain candidates. Otherwise they are kept, and the candidates
+// without the bit remain. The last candidates are equal, and the first of them fill the row. That takes 16
+// steps for any numbers, and no row waits for another row.
 //
-// A search by pivots, as for float32, takes seven counts (simulated). But for bfloat16, in 35 to 56 % of the
+// For float32, a search by pivots takes seven counts (simulated). But for bfloat16, in 35 to 56 % of the
 // warps with four rows of 256 normally distributed numbers, the k-th largest entry of some row equals another
-// entry. No pivot separates exactly k entries there, equal entries must be ranked, and the team's next search
+// entry. Then no pivot separates exactly k entries, equal entries must be ranked, and the team's next search
 // has no first guess.
 //
 // Four lanes transpose bytes to get the kept columns as words of bits: word w of a row, 32 columns, is in
@@ -46,7 +46,7 @@ constexpr int kRegisters = kPieces * kPiece / 2;
 
 using Bits = std::uint16_t;  // an entry
 
-// Adds 0 to a pair of entries: -0 becomes +0, and every NaN becomes the one whose bits are 0x7fff.
+// Adds 0 to a pair of entries: -0 becomes +0, and every NaN becomes the NaN with the bits 0x7fff.
 template <typename T>
 __device__ __forceinline__ unsigned plus_zero(unsigned pair) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -57,8 +57,8 @@ __device__ __forceinline__ unsigned plus_zero(unsigned pair) {
   return pair;
 }
 
-// Reads this lane's columns of a word. `from` is the address of the first one, and `left` the number of
-// columns from there to the row's end. Columns beyond the end are 0.
+// Reads this lane's columns of a word. `from` is the address of the lane's first column, and `left` the
+// number of columns from there to the row's end. Columns beyond the end are 0.
 template <bool kAligned>
 __device__ __forceinline__ void load_columns(const Bits* from, int left, unsigned (&pairs)[kRegisters]) {
 #pragma unroll
@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_columns(const Bits* from, int left, unsigne
   }
 }
 
-// Writes this lane's columns, with 0 for those whose bits are not set.
+// Writes this lane's columns, with 0 for columns whose bits are not set.
 template <bool kAligned>
 __device__ __forceinline__ void store_kept(unsigned (&pairs)[kRegisters], unsigned kept, int left, Bits* to) {
   const unsigned halves = evens_first(kept);
@@ -112,7 +112,7 @@ struct Team {
     return v;
   }
 
-  // For each word of this lane: number of set bits in the row's words before it.
+  // For each word of this lane, counts the set bits in the words of the row that come before it.
   static __device__ __forceinline__ void ranks(const unsigned (&words)[kWords], int (&before)[kWords]) {
     unsigned counts = 0;
 #pragma unroll
@@ -157,7 +157,8 @@ __device__ __forceinline__ void kept_columns(const Bits* from, int column, int w
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       const unsigned sign = planes[w][plane_of(15)];
-      // Bits in the order of the numbers: inverted for negative numbers, and the sign bit for all.
+      // Bits that sort like the numbers: the sign bit is always inverted, the other bits only for negative
+      // numbers.
       ones[w] = left[w] & (bit == 15 ? ~sign : planes[w][plane_of(bit)] ^ sign);
       count += __popc(ones[w]);
     }
@@ -189,7 +190,7 @@ __device__ __forceinline__ void kept_columns(const Bits* from, int column, int w
   }
 }
 
-// Writes kept entries, kOut per lane at once.
+// Writes kept entries, kOut entries per lane at once.
 template <int kLanes, int kOut, typename Id>
 __device__ __forceinline__ void write_entries(const Bits* row, const Id* staged, int lane, int k,
                                               Bits* values, Id* ids) {
@@ -211,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) bits_kernel(const MaxkArgs 
   extern __shared__ int4 shared[];  // (teams of the block, k) ids
   constexpr int kTeams = kThreads / kLanes;
   const int lane = OfTeam::lane(), width = static_cast<int>(args.width), k = static_cast<int>(args.k);
-  // All lanes of a warp stay active: teams beyond the last row repeat it.
+  // All lanes of a warp stay active: teams beyond the last row process the last row again.
   const std::int64_t index =
       min(static_cast<std::int64_t>(blockIdx.x) * kTeams + threadIdx.x / kLanes, args.num_rows - 1);
   const Bits* row = static_cast<const Bits*>(args.x.data) + index * args.x.stride;

@@ -1,17 +1,17 @@
 // Several aggregations of messages m_ij = x_i + x_j + e_ij at once, from CSR on CUDA cores.
 //
 // A group of up to 32 lanes handles one slice of a row, with 4 features per lane, and gathers 8 entries at a
-// time (4 in float64). It always computes the sum, squared deviations, maximum and minimum, and how often the
-// maximum and the minimum occur, and stores what the caller requested: about 10 instructions per number,
-// which the gather hides.
+// time (4 in float64). It always computes the sum, squared deviations, the maximum and the minimum, and the
+// number of entries that equal each of the two. It stores only the results that the caller requested. This
+// takes about 10 instructions per number, which the gather hides.
 //
-// Squared deviations are computed relative to the mean of the entries gathered together, and merged (Chan et
-// al., Updating formulae and a pairwise algorithm for computing sample variances, 1979), so that nothing
-// cancels. W a_ij is computed from the edge's own features, with W in the L1 cache. A second kernel merges
-// the slices of a row in a fixed order, without atomics.
+// Squared deviations are computed relative to the mean of the entries that are gathered together, and then
+// merged (Chan et al., Updating formulae and a pairwise algorithm for computing sample variances, 1979), to
+// avoid cancellation. W a_ij is computed from the edge's features, with W in the L1 cache. A second kernel
+// merges the slices of a row in a fixed order, without atomics.
 //
-// Floor, E entries of width F: E F sizeof(T) bytes gathered, and E A sizeof(T) for A features per edge (E F
-// sizeof(T) if e_ij is given per edge).
+// Floor, for E entries of width F: E F sizeof(T) bytes gathered, and E A sizeof(T) for A features per edge (E
+// F sizeof(T) if e_ij is given per edge).
 
 #include "fastsparse/launchers.h"
 #include "fastsparse/multi_aggregate.cuh"
@@ -19,11 +19,11 @@
 namespace fastsparse::cuda {
 namespace multi_aggregate_detail {
 
-constexpr int kPlanes = 6;  // planes of a partial result
+constexpr int kPlanes = 6;  // number of arrays in a partial result
 template <typename T>
 constexpr int kInFlight = sizeof(T) == 8 ? 4 : 8;
 
-// State of a row after some of its entries, for kWidth features.
+// State of a row after some of its entries were added, for kWidth features.
 template <typename A, int kWidth>
 struct Aggregates {
   A count = 0;
@@ -189,8 +189,8 @@ __global__ void __launch_bounds__(kQuadThreads)
 
 constexpr int kMergeWarps = 4;
 
-// A block merges the slots of one row for 128 features: each warp merges every fourth slot, then the warps
-// are merged.
+// A block merges the slots of one row for 128 features: each of its four warps merges every fourth slot, and
+// then the states of the warps are merged.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kMergeWarps)
     merge_slices_kernel(const __grid_constant__ MultiAggregateArgs args, bool aligned) {

@@ -1,4 +1,5 @@
-// Several aggregations at once, backward, from CSR on CUDA cores. Lanes as in multi_aggregate.cu.
+// Several aggregations at once, backward, from CSR on CUDA cores. Lanes are assigned as in
+// multi_aggregate.cu.
 //
 // A message's gradient is dm_ij = A_i + B_i (m_ij - mean_i) + [m_ij = max_i] C_i + [m_ij = min_i] D_i, with A
 // of sum and mean, B = 2 (d var + d std / (2 std)) / n, and C, D the gradients of maximum and minimum divided
@@ -21,7 +22,7 @@
 namespace fastsparse::cuda {
 namespace multi_aggregate_backward_detail {
 
-// Entries in flight; fewer if their gradients are multiplied by W, which needs registers.
+// Number of entries in flight. It is smaller if gradients are multiplied by W, which needs registers.
 template <typename T, EdgeTerm kEdges>
 constexpr int kInFlight = sizeof(T) == 8 || kEdges == EdgeTerm::kFeatures ? 4 : 8;
 constexpr int kColumnsInFlight = 4;
@@ -40,8 +41,8 @@ struct RowGradient {
   }
 };
 
-// Reads the forward pass' results for a row of `count` entries; if `writes`, stores the gradients for the
-// column pass.
+// Reads the forward pass' results for a row of `count` entries. If `writes` is true, stores the gradients for
+// the column pass.
 template <typename T>
 __device__ __forceinline__ void prepare(RowGradient<Acc<T>>& gradient, const MultiAggregateBackwardArgs& args,
                                         const Quad& quad, std::int64_t row, std::int64_t count,
@@ -108,8 +109,9 @@ __device__ __forceinline__ void prepare(RowGradient<Acc<T>>& gradient, const Mul
   }
 }
 
-// Computes the gradients of the edges' features and of W from those of some messages. `of_weight` is this
-// lane's place in its warp's sums; null: not computed. All lanes of the warp must call it.
+// Computes the gradients of the edges' features and of W from the gradients of some messages. `of_weight` is
+// this lane's place in the sums of its warp; null: not computed. All lanes of the warp must call this
+// function.
 template <typename T, int kCount>
 __device__ __forceinline__ void differentiate_features(const MultiAggregateBackwardArgs& args,
                                                        const Quad& quad, const Entries<kCount>& entries,
@@ -135,7 +137,7 @@ __device__ __forceinline__ void differentiate_features(const MultiAggregateBackw
       }
       const A number = scatter_sum(part, kWarp);
       const int mine = lane / kQuad;
-      if (mine < wanted) {  // if wanted < kCount, the other lanes hold copies
+      if (mine < wanted) {  // if wanted < kCount, the other lanes have copies
         std::uint32_t position = entries.position[0];
 #pragma unroll
         for (int u = 1; u < kCount; ++u) position = mine == u ? entries.position[u] : position;

@@ -1,6 +1,6 @@
 // Copies a batch into memory with spare capacity, in one launch. In the grid, the first row of blocks writes
-// masks and counts, the second writes edges, and each further row copies a tensor. The sizes of hops are
-// arguments of the launch, so nothing is copied to the device first.
+// masks and hop ends, the second row writes edges, and each further row copies a tensor. The sizes of hops
+// are arguments of the launch, so nothing is copied to the device before.
 //
 // A thread copies a word (16 bytes if addresses and rows allow it), and neighbouring threads copy
 // neighbouring words. Floor: all tensors read and written once, 48 bytes per edge, one byte per row.
@@ -31,7 +31,7 @@ __device__ void mark(const HopRows& rows, bool* mask, float* ends) {
   }
 }
 
-// `Number` can represent the number of words plus one step.
+// `Number` must be able to represent the number of words plus one step.
 template <typename Word, typename Number>
 __device__ void place_rows(const PlacedRows& tensor, const HopRows& rows) {
   const auto* from = static_cast<const Word*>(tensor.from);
@@ -53,7 +53,7 @@ __device__ void place_rows(const PlacedRows& tensor, const HopRows& rows) {
 
 template <typename Word>
 __device__ void place_words(const PlacedRows& tensor, const HopRows& rows) {
-  // Divisions of 32-bit numbers are several times as fast.
+  // Divisions of 32-bit numbers are several times as fast as divisions of 64-bit numbers.
   if (tensor.num_rows * tensor.row_bytes < (std::int64_t{1} << 31)) {
     place_rows<Word, std::uint32_t>(tensor, rows);
   } else {

@@ -1,7 +1,7 @@
-// Cuts rows into slices on the GPU, in three launches and without a sort. Every block counts the slices of
-// its rows by length, then one block sums the counts, then every block writes its slices. Order: full slices
-// first, then the last slices of all rows by descending power of two of their length, each kind in row order.
-// So the same rows always give the same list.
+// Cuts rows into slices on the GPU, in three launches and without a sort. First, every block counts the
+// slices of its rows by length. Then one block sums the counts, and finally every block writes its slices.
+// The order of slices: full slices, then the last slices of all rows by descending power of two of their
+// length, and each kind in row order. So the same rows always give the same list.
 #include <algorithm>
 
 #include "fastsparse/cuda_common.cuh"
@@ -15,9 +15,9 @@ namespace row_split_detail {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kLengths =
-    16;  // kinds of last slices: those of kind k have 2^(k-1) to 2^k - 1 entries, those of kind 0 none
-// Counters of a block of rows: last slices by kind, then kFull, kSplitRows and kSlots. Scratch has the counts
-// of all blocks, counter by counter, and then the position where the slices of each kind start.
+    16;  // kinds of last slices: a slice of kind k has 2^(k-1) to 2^k - 1 entries, a slice of kind 0 has none
+// Counters of a block of rows: last slices by kind, then kFull, kSplitRows and kSlots. The scratch has the
+// counts of all blocks, counter by counter, and then the positions where the slices of each kind start.
 constexpr int kFull = kLengths, kSplitRows = kLengths + 1, kSlots = kLengths + 2, kCounters = kLengths + 3;
 constexpr int kRunsAtATime = 4;  // runs of 32 blocks whose counts are read before any is added
 
@@ -25,12 +25,12 @@ std::int64_t num_blocks(std::int64_t num_rows) { return ceil_div(num_rows, kThre
 
 struct Row {
   std::int64_t begin, length, pieces;
-  int kind;  // kind of the last piece
+  int kind;  // kind of the last slice
 };
 
 __device__ Row row_between(std::int64_t begin, std::int64_t end, std::int64_t longest) {
   Row row{begin, end - begin, 0, 0};
-  // If the rows are not sorted, the counts are not used.
+  // If the rows are not sorted, the caller does not use the counts.
   if (row.length < 0) row.length = 0;
   row.pieces = row.length > longest ? (row.length + longest - 1) / longest : 1;
   const std::int64_t last = row.length - (row.pieces - 1) * longest;
@@ -44,7 +44,8 @@ __device__ Row row_at(const RowSplitArgs& args, std::int64_t r) {
   return row_between(args.rowptr[r], args.rowptr[r + 1], args.longest);
 }
 
-// Sum of `value` over the threads before this one; `total` becomes the sum over all threads, in every thread.
+// Returns the sum of `value` over the threads before this one. `total` becomes the sum over all threads, in
+// every thread.
 __device__ std::int64_t sum_before(std::int64_t value, std::int64_t& total) {
   __shared__ std::int64_t of_warp[kWarps];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -65,8 +66,8 @@ __device__ std::int64_t sum_before(std::int64_t value, std::int64_t& total) {
   return before + upto - value;
 }
 
-// Rank of this thread among the threads of its block with the same kind; `kinds` gets the number of threads
-// of each kind. Threads without a row pass kind -1.
+// Returns the rank of this thread among the threads of its block that have the same kind. `kinds` gets the
+// number of threads of each kind. Threads without a row pass kind -1.
 __device__ int rank_in_kind(int kind, int* kinds) {
   __shared__ int of_warp[kWarps][kLengths];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -110,9 +111,10 @@ __global__ void count_kernel(const RowSplitArgs args) {
   count_block(args, row_at(args, r), r < args.num_rows);
 }
 
-// Finds the rows' pointers in sorted keys, then counts slices.
+// Finds the row pointers of sorted keys, then counts slices.
 __global__ void find_and_count_kernel(const RowSplitArgs args, const SortedKeys keys) {
-  // First and last entry of this block's rows. Its threads search between them, in the cache.
+  // The first and the last entry of this block's rows. The threads of the block search between them, in the
+  // cache.
   __shared__ std::int64_t ends[2];
   __shared__ std::int64_t begins[kThreads + 1];
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kThreads;
@@ -138,8 +140,9 @@ __global__ void find_and_count_kernel(const RowSplitArgs args, const SortedKeys 
   count_block(args, row, live);
 }
 
-// Turns the counts into positions: of each block's first slice of a kind, first split row and first slot. One
-// warp per counter. If `host_facts` is not null, `totals` are facts of segments, and the host gets a copy.
+// Converts the counts to positions: of each block's first slice of a kind, first split row and first slot.
+// One warp handles one counter. If `host_facts` is not null, `totals` has facts about segments, and the host
+// gets a copy.
 __global__ void place_kernel(const RowSplitArgs args, std::int64_t blocks, std::int64_t* host_facts) {
   __shared__ std::int64_t totals[kCounters];
   const int lane = threadIdx.x % kWarp, counter = threadIdx.x / kWarp;
@@ -190,7 +193,8 @@ __global__ void place_kernel(const RowSplitArgs args, std::int64_t blocks, std::
   host_facts[kEntriesInRange] = entries;
 }
 
-// If `capacity` is not 0, unused slices up to it are marked as unused.
+// Writes the slices. If `capacity` is not 0, the slices from the last one up to this number are marked as
+// unused.
 __global__ void fill_kernel(const RowSplitArgs args, std::int64_t capacity) {
   __shared__ int kinds[kLengths];
   const std::int64_t r = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;

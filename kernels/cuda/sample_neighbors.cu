@@ -1,10 +1,11 @@
-// Neighbour sampling on the GPU: see sample_neighbors.h for the steps. Every step is three launches (five if
-// a row has a slot for each neighbour). One call enqueues all steps of a batch, and nothing waits for the
+// Neighbour sampling on the GPU; sample_neighbors.h explains the steps. Every step takes three launches (five
+// if a row has a slot for each neighbour). One call enqueues all steps of a batch, and nothing waits for the
 // device.
 //
-// Without replacement, a power of two of lanes, up to 32, handles a row: each lane draws one number by
-// Floyd's method, shuffles resolve duplicates, and each lane fetches its entry. By weight, a warp handles a
-// row and selects the smallest keys by counting digits in shared memory. Otherwise every slot has a thread.
+// Uniformly without replacement, a power of two of lanes, up to 32, handles a row: each lane draws one number
+// by Floyd's method, shuffles resolve duplicates, and each lane fetches its entry. By weight without
+// replacement, a warp handles a row and selects the smallest keys by counting digits in shared memory. In all
+// other cases, every slot has a thread.
 //
 // Floors:
 //   - Per edge, from memory: 32 bytes (a sector) for the entry's column, and 32 more for its position if the
@@ -43,7 +44,7 @@ struct Row {
 
 __device__ __forceinline__ Row load_row(const SampleStep& step, std::int64_t number) {
   const std::int64_t node = step.dst.node[number];
-  // A node that is not in the graph has no neighbours; the host reports the error.
+  // A node that is not in the graph gets no neighbours here; the host reports the error.
   const bool is_valid = node >= 0 && node < step.a.num_rows;
   return {number, is_valid ? step.a.rowptr[node] : 0, is_valid ? step.a.rowptr[node + 1] : 0,
           step.dst.seed == nullptr ? 0 : step.dst.seed[number]};
@@ -57,10 +58,10 @@ __device__ __forceinline__ std::int64_t num_slots(const SampleStep& step) {
   return step.slot_ptr == nullptr ? num_rows(step) * step.fanout : step.slot_ptr[num_rows(step)];
 }
 
-// Row of the step that a slot belongs to.
+// The row of the step to which a slot belongs.
 __device__ __forceinline__ std::int64_t row_of_slot(const SampleStep& step, std::int64_t slot) {
   if (step.slot_ptr == nullptr) return slot / step.fanout;
-  std::int64_t low = 0, high = num_rows(step) - 1;  // the last row that begins at or before the slot
+  std::int64_t low = 0, high = num_rows(step) - 1;  // finds the last row that begins at or before the slot
   while (low < high) {
     const std::int64_t middle = (low + high + 1) / 2;
     if (step.slot_ptr[middle] <= slot) {
@@ -111,9 +112,9 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---------------------------------------------------------------- sample
 
-// Uniformly without replacement: `kLanes` lanes handle a row. Floyd's method (Bentley and Floyd, "A sample of
-// brilliance", 1987): the j-th of k lanes draws a number up to last = n - k + j, and takes `last` if an
-// earlier lane has that number.
+// Chooses uniformly without replacement; `kLanes` lanes handle a row. Floyd's method (Bentley and Floyd, "A
+// sample of brilliance", 1987): the j-th of k lanes draws a number up to last = n - k + j. If an earlier lane
+// has that number, it chooses `last` instead.
 template <int kLanes>
 __global__ void __launch_bounds__(kThreads)
     sample_rows_kernel(const __grid_constant__ SampleStep step, const NodeTable table, std::uint64_t seed) {
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One thread per slot: with replacement, or all neighbours.
+// With replacement, or all neighbours: one thread per slot.
 __global__ void __launch_bounds__(kThreads)
     sample_slots_kernel(const __grid_constant__ SampleStep step, const NodeTable table, std::uint64_t seed) {
   const std::int64_t first_row = *step.first_row, slots = num_slots(step);
@@ -200,9 +201,9 @@ __device__ __forceinline__ int sum_of_warp(int value) {
   return value;
 }
 
-// By weight without replacement: a warp handles a row. The k-th smallest key is found digit by digit, from
-// the highest of four digits, by counting the entries whose key begins with the digits found so far. Among
-// equal keys the first entries are taken.
+// Chooses by weight without replacement: a warp handles a row. The k-th smallest key is found digit by digit,
+// from the highest of four digits, by counting the entries whose keys begin with the digits found so far.
+// Among equal keys, the first entries are chosen.
 __global__ void __launch_bounds__(kThreads)
     sample_weighted_kernel(const __grid_constant__ SampleStep step, const NodeTable table,
                            std::uint64_t seed) {
@@ -224,8 +225,8 @@ __global__ void __launch_bounds__(kThreads)
     drawable = sum_of_warp(drawable);
 
     std::uint32_t found = 0,
-                  known = 0;  // the known digits of the k-th smallest key, and a mask of their bits
-    int left = fanout;        // number of entries to take among those whose key begins with these digits
+                  known = 0;  // the digits of the k-th smallest key found so far, and a mask of their bits
+    int left = fanout;  // number of entries to choose among those whose key begins with the digits in `known`
     if (drawable > fanout) {
       for (int shift = 24; shift >= 0; shift -= 8) {
         for (int digit = lane; digit < kDigits; digit += kWarp) count[digit] = 0;
@@ -236,7 +237,8 @@ __global__ void __launch_bounds__(kThreads)
           if ((word & known) == found) atomicAdd(&count[word >> shift & (kDigits - 1)], 1);
         }
         __syncwarp();
-        // Every lane has eight consecutive digits. The lane whose counts reach `left` has the next digit.
+        // Every lane has eight consecutive digits. The next digit belongs to the lane whose counts reach
+        // `left`.
         constexpr int kOfLane = kDigits / kWarp;
         int own = 0;
 #pragma unroll
@@ -280,7 +282,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---------------------------------------------------------------- count and write
 
-// The range of a block's items.
+// The range of items that a block handles.
 struct Tile {
   std::int64_t begin;
   std::int64_t end;
@@ -293,7 +295,7 @@ __device__ __forceinline__ Tile tile_of_block(std::int64_t items) {
   return {begin, min(begin + length, items)};
 }
 
-// Sum over a block, in all threads.
+// Sums a value over a block. All threads get the sum.
 __device__ std::uint64_t sum_of_block(std::uint64_t value) {
   __shared__ std::uint64_t of_warp[kWarps];
   for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullWarp, value, offset);
@@ -306,7 +308,7 @@ __device__ std::uint64_t sum_of_block(std::uint64_t value) {
   return sum;
 }
 
-// Sum over the threads before this one; `total` becomes the sum over all.
+// Returns the sum of `value` over the threads before this one. `total` becomes the sum over all threads.
 __device__ std::uint64_t sum_before_thread(std::uint64_t value, std::uint64_t& total) {
   __shared__ std::uint64_t of_warp[kWarps];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -335,7 +337,7 @@ __device__ std::uint64_t sum_of_tiles_before(const std::uint64_t* tile_counts) {
   return sum_of_block(sum);
 }
 
-// Number of edges in the low half, of new nodes in the high half: both are less than 2^31.
+// The number of edges in the low half, and the number of new nodes in the high half; both are less than 2^31.
 __device__ __forceinline__ std::uint64_t pair_of_slot(const SampleStep& step, const NodeTable& table,
                                                       std::int64_t slot) {
   const std::uint32_t place = step.slot_place[slot];
@@ -377,8 +379,8 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t number = nodes_before + static_cast<std::int64_t>(own >> 32);
     step.src.node[number] = node_at(table, step.src, place);
     if (step.src.seed != nullptr) step.src.seed[number] = seed_at(table, place);
-    // Threads that check whether their slot is the first one see another slot, or this number, which is not a
-    // slot.
+    // Other threads may read this value to check whether their slot is the first one. They see another slot
+    // or this number, and neither is their slot.
     *static_cast<volatile std::uint32_t*>(table.value + place) = static_cast<std::uint32_t>(number);
   }
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) {
@@ -481,7 +483,7 @@ __global__ void __launch_bounds__(kThreads) emit_rows_kernel(const EmitRowsArgs 
   args.slices[r] = {begin, static_cast<std::int32_t>(degree), static_cast<std::int32_t>(r)};
 }
 
-// Address of a row of a table.
+// The address of a row of a table.
 template <typename Word>
 __device__ const Word* row_of_table(const GatherRowsArgs& args, std::int64_t row, std::int64_t words) {
   if (args.parts == nullptr) return static_cast<const Word*>(args.table) + row * words;
@@ -489,13 +491,13 @@ __device__ const Word* row_of_table(const GatherRowsArgs& args, std::int64_t row
     const int place = __ldg(args.place + row);
     if (place >= 0) return static_cast<const Word*>(args.kept) + place * words;
   }
-  // Divisions of 32-bit numbers are several times as fast.
+  // Divisions of 32-bit numbers are several times as fast as divisions of 64-bit numbers.
   const auto number = static_cast<std::uint32_t>(row), parts = static_cast<std::uint32_t>(args.num_parts);
   const std::uint32_t nth = number / parts;
   return reinterpret_cast<const Word*>(__ldg(args.parts + (number - nth * parts))) + nth * words;
 }
 
-// Gathers rows of a table, one word per thread. `Number` can represent the number of words.
+// Gathers rows of a table, one word per thread. `Number` must be able to represent the number of words.
 template <typename Word, typename Number>
 __global__ void __launch_bounds__(kThreads)
     gather_rows_kernel(const GatherRowsArgs args, Number words, Number out_words) {
@@ -573,7 +575,7 @@ int gather_rows(const GatherRowsArgs& args, void* stream) {
     const auto size = static_cast<std::int64_t>(sizeof(Word));
     const std::int64_t words = args.row_bytes / size, out_words = args.out_row_bytes / size;
     const std::int64_t all = args.num_rows * out_words;
-    // Divisions of 32-bit numbers are several times as fast.
+    // Divisions of 32-bit numbers are several times as fast as divisions of 64-bit numbers.
     if (all < std::int64_t{1} << 31) {
       gather_rows_kernel<Word, std::uint32_t><<<blocks_for(all / 4), kThreads, 0, queue>>>(
           args, static_cast<std::uint32_t>(words), static_cast<std::uint32_t>(out_words));

@@ -13,11 +13,11 @@
 //
 // In both cases, thread t has the results of row g and vectors 4t .. 4t + 3 of the block.
 //
-// Only about 20 of a block's 128 products belong to entries, and they are scattered over the warp. The
-// vectors have a row's entries in the order of a CSR structure with sorted rows. So an entry's CSR position
-// is that of the row's first entry plus the number of the row's mask bits before it. Results are queued in
-// shared memory by row and written as runs of consecutive results, so that few store transactions reach the
-// L2 cache.
+// Only about 20 of a block's 128 products belong to entries, and these are scattered over the warp. The
+// entries of a row have the same order in the vectors as in a CSR structure with sorted rows. So the CSR
+// position of an entry is the position of the row's first entry plus the number of the row's mask bits before
+// the entry. Results are queued in shared memory by row and written as runs of consecutive results, so that
+// few store transactions reach the L2 cache.
 
 #include <type_traits>
 
@@ -30,9 +30,9 @@ namespace fastsparse::cuda {
 namespace sddmm_bsb_detail {
 
 constexpr int kThreads = 128;
-constexpr int kSlots = 64;  // slots per row of the queue
+constexpr int kSlots = 64;  // number of results per row of the queue
 
-// Not __ldg: the assembler would move that load down past a __syncwarp.
+// The load does not use __ldg, because the assembler would move it down past a __syncwarp.
 __device__ __forceinline__ uint4 load_words(const char* from, bool inside) {
   uint4 words{};
   if (inside) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ uint4 load_words(const char* from, bool inside) {
   return words;
 }
 
-// A TF32 operand rounded to nearest: the tensor cores ignore the low 13 bits.
+// Rounds to the nearest TF32 operand: the tensor cores ignore the low 13 bits.
 __device__ __forceinline__ std::uint32_t round_tf32(std::uint32_t bits) {
   return bits + (fabsf(__uint_as_float(bits)) < INFINITY ? 0x1000u : 0u);
 }
@@ -57,8 +57,8 @@ struct Split {
   }
 };
 
-// One step of the window's rows as operand A of two products: words (x, y) and words (z, w) of the lower and
-// the upper lanes.
+// One step of the window's rows as operand A of two products: words (x, y), and words (z, w), of the lower
+// and the upper lanes.
 struct Rows {
   std::uint32_t a[2][4];
 
@@ -97,14 +97,14 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const Rows& rows, cons
   }
 }
 
-// Row g's products with the vectors of one load.
+// Computes row g's products with the vectors of one load.
 template <typename T, int kTerms, int kLanes>
 class Products {
  public:
   __device__ __forceinline__ void add(const Rows& rows, const uint4& words) {
     multiply<T, kTerms>(sum_, rows, words);
     if constexpr (kTerms > 1) {
-      // Tensor cores truncate their sums, so these are added to sums that round to nearest.
+      // Tensor cores truncate their sums, so these sums are added to other sums, which round to nearest.
       total_[0] += kLanes == 8 ? sum_[0] + sum_[3] : sum_[0];
       if constexpr (kLanes == 4) total_[1] += sum_[1];
 #pragma unroll
@@ -123,8 +123,8 @@ class Products {
   float sum_[4] = {}, total_[2] = {};
 };
 
-// The columns that this lane gathers. kLanes = 8: in each of a block's 4 loads, quarter warp q gathers vector
-// 4q + load. kLanes = 4: in each of its 2 loads, quad g gathers vector 2g + load.
+// The columns that this lane gathers. With kLanes = 8, quarter warp q gathers vector 4q + load in each of a
+// block's 4 loads. With kLanes = 4, quad g gathers vector 2g + load in each of the block's 2 loads.
 template <int kLanes>
 class Columns;
 template <>
@@ -144,7 +144,7 @@ class Columns<8> {
 template <>
 class Columns<4> {
  public:
-  // Reads 6 bytes; for odd quads of lanes they start in the middle of a word.
+  // Reads 6 bytes. For odd quads of lanes, they start in the middle of a word.
   __device__ __forceinline__ void read(const std::uint32_t* quads, int lane) {
     const std::uint32_t* at = quads + lane / 8 * kQuadWords + lane / 4 % 2;
     word_[0] = __ldg(at);
@@ -171,11 +171,12 @@ __device__ __forceinline__ void store_result(const SddmmBsbArgs& args, std::int6
   }
 }
 
-// Results of one warp on their way from the fragments to the caller's edge order: kSlots per row.
+// Queue of a warp's results, at most kSlots per row, that are sorted from fragments into the caller's edge
+// order.
 template <typename T>
 class Queue {
  public:
-  // Padded, so that the first results of all rows are in different banks.
+  // The rows are padded, so that the first results of all rows are in different banks.
   using Slots = float[kRows][kSlots + 4];
 
   __device__ __forceinline__ Queue(const SddmmBsbArgs& args, Slots& slots, int lane)
@@ -184,8 +185,8 @@ class Queue {
   // entry: CSR position of row g's first result.
   __device__ __forceinline__ void start(std::int64_t entry) { entry_ = entry; }
 
-  // Adds row g's results of vectors 4t .. 4t + 3 of the next block; present: bit 8i is set if the i-th one is
-  // an entry.
+  // Adds row g's results of vectors 4t .. 4t + 3 of the next block. present: bit 8i is set if the i-th result
+  // belongs to an entry.
   __device__ __forceinline__ void put(const float (&result)[kOwned], std::uint32_t present, int t) {
     const std::uint32_t upto = present * 0x01010101u;  // byte i: entries of the row among the first i + 1
     const std::uint32_t before = upto - present;
@@ -235,17 +236,17 @@ class Queue {
   Slots& slots_;
   float* own_;
   std::int64_t entry_ = 0;  // CSR position of row g's first result in the queue
-  int filled_ = 0;          // results of row g in the queue
+  int filled_ = 0;          // number of row g's results in the queue
 };
 
-// Row r of a window, or row 0 if the window has fewer rows; results of row 0 are then not written.
+// Row r of a window, or row 0 if the window has fewer rows; then the results of row 0 are not written.
 __device__ __forceinline__ std::uint32_t row_of_window(const BsbView& a, std::int64_t window, int r) {
   const std::int64_t row = WindowRow{a.window_row, a.num_rows}(window, r);
   return row < 0 ? 0 : static_cast<std::uint32_t>(row);
 }
 
-// Splitting an infinite or huge number gives NaN even if the product is not NaN. Computes the product without
-// splitting.
+// Computes one product without splitting. Splitting an infinite or huge number into TF32 numbers gives NaN,
+// even if the product is not NaN.
 __device__ __noinline__ float multiply_again(const SddmmBsbArgs& args, std::uint32_t row, std::uint32_t col) {
   const std::int64_t head = blockIdx.y * args.head_width;
   const float* x = static_cast<const float*>(args.x_dst.data) + row * args.x_dst.stride + head;
@@ -255,7 +256,7 @@ __device__ __noinline__ float multiply_again(const SddmmBsbArgs& args, std::uint
   return sum;
 }
 
-// columns: the columns of the results.
+// Multiplies results by scale_dst and scale_src. columns: the columns of the results.
 __device__ __forceinline__ void scale(const SddmmBsbArgs& args, float (&result)[kOwned], std::uint32_t row,
                                       const PackedColumns& columns) {
   if (args.scale_src != nullptr) {
@@ -325,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, kMin)
                        : args.slot_entry + static_cast<std::int64_t>(~run.target) * kRows + g);
   };
 
-  int nth = -1, end = 0;  // number of the block's window in the run, and the end of that window
+  int nth = -1, end = 0;  // number of the block's window within the run, and the end of this window
   std::uint32_t row = 0;  // row g of the window
   Rows rows[kSteps > 0 ? kSteps : 1];
   for (int index = 0; index < run.length;) {

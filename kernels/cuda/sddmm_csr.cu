@@ -1,5 +1,6 @@
-// Sampled dense-dense product from CSR on CUDA cores. Floors: E * H * D * sizeof(T) bytes gathered, E * H *
-// sizeof(out) written, 4 E or 8 E read (columns, and rows if they are short), 2 E H D flops.
+// Sampled dense-dense product from CSR on CUDA cores. Floors, for E entries and H heads of width D: E * H * D
+// * sizeof(T) bytes gathered, E * H * sizeof(out) bytes written, 4 E or 8 E bytes read (columns, and rows if
+// they are short), 2 E H D flops.
 //
 // Entry by entry, if features start at multiples of 16 bytes: 4 to 32 lanes handle 4 or 8 consecutive entries
 // of any rows. They have the features of all their sources in flight at once, 16 bytes per lane. Nothing is
@@ -30,7 +31,7 @@ constexpr int kEntriesInFlight = 4;
 // and would be slower in short rows of 16-bit features.
 template <typename T, bool kLoop, bool kLong>
 constexpr int kEntries = kLoop || sizeof(T) == 8 || (sizeof(T) == 2 && !kLong) ? 4 : 8;
-// Blocks per multiprocessor, so that each has enough registers.
+// Number of blocks per multiprocessor, so that each block has enough registers.
 template <typename T, bool kLong>
 constexpr int kResident = sizeof(T) == 2 ? (kLong ? 7 : 8) : (sizeof(T) == 4 && kLong ? 8 : 5);
 // In structures of more entries than this, a block handles consecutive entries for several rounds, so that
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, 8) sddmm_csr_kernel(const SddmmArgs 
   const std::int64_t group =
       static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const RowSlice slice = load_slice(args.split, group);
-  // Whole warps loop together, because the lanes shuffle.
+  // All lanes of a warp loop together, because they shuffle.
   const int longest = __reduce_max_sync(kFullWarp, slice.length);
   const std::int64_t row = slice.length > 0 ? row_of(args.split, slice) : 0;
   const std::int64_t head = blockIdx.y;
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, 8) sddmm_csr_kernel(const SddmmArgs 
   }
 }
 
-// Loads kCount consecutive numbers of a list; those beyond its end repeat the last one.
+// Loads kCount consecutive numbers of a list. Numbers beyond its end repeat the last number.
 template <int kCount>
 __device__ __forceinline__ void load_run(const std::int32_t* list, std::int64_t first, std::int64_t last,
                                          std::int32_t (&to)[kCount]) {
@@ -105,7 +106,7 @@ __device__ __forceinline__ void load_run(const std::int32_t* list, std::int64_t 
   if (first + kCount - 1 <= last) {
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
-      // Read once, so it must not push features out of the L1.
+      // The numbers are read once, so they must not evict features from the L1 cache.
       asm volatile("ld.global.nc.L1::no_allocate.v4.s32 {%0,%1,%2,%3}, [%4];"
                    : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3])
                    : "l"(list + first + i));
@@ -116,7 +117,7 @@ __device__ __forceinline__ void load_run(const std::int32_t* list, std::int64_t 
   }
 }
 
-// Sums each of kCount numbers over kLanes lanes. Lane l gets kCount / kLanes sums from number l * kCount /
+// Sums each of kCount numbers over kLanes lanes. Lane l gets kCount / kLanes sums, from sum l * kCount /
 // kLanes on, or one sum if there are fewer numbers than lanes.
 template <int kCount, int kLanes, typename A>
 __device__ __forceinline__ void sum_over_lanes(A (&number)[kCount], int lane) {
@@ -156,8 +157,8 @@ __device__ __forceinline__ void store_result(const SddmmArgs& args, std::int64_t
   }
 }
 
-// kLoop: heads of more than kLanes * 16 bytes. kLong: rows are long, so that the entries of a warp often
-// share a row. kPlain: as for store_result, and the head fills its lanes.
+// kLoop: heads have more than kLanes * 16 bytes. kLong: rows are long, so that the entries of a warp often
+// share a row. kPlain: the conditions of store_result, and the head fills all of its lanes.
 template <typename T, int kLanes, bool kLoop, bool kLong, bool kPlain>
 __global__ void __launch_bounds__(kThreads, kResident<T, kLong>)
     sddmm_entries_kernel(const __grid_constant__ SddmmArgs args, const int rounds) {
@@ -172,8 +173,8 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kLong>)
   const std::uint32_t own_bytes = blockIdx.y * head_bytes + lane * 16;
   const char* dst = static_cast<const char*>(args.x_dst.data) + own_bytes;
   const char* src = static_cast<const char*>(args.x_src.data) + own_bytes;
-  // Words as in memory: unpacked before all loads have finished, 16-bit features would need twice the
-  // registers.
+  // Words stay packed. If 16-bit features were unpacked before all loads have finished, they would need twice
+  // the registers.
   const auto load = [&](const char* base, std::int32_t index, std::uint32_t bytes, std::uint32_t step) {
     const bool inside = kPlain || step + lane * 16 < head_bytes;
     return inside ? __ldg(reinterpret_cast<const uint4*>(row_address(base, index, bytes) + step)) : uint4{};

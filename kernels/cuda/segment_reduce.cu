@@ -1,11 +1,13 @@
-// Reductions of segments of rows on CUDA cores: sum, mean, maximum, minimum, product, variance, deviation.
+// Reductions of segments of rows on CUDA cores: sum, mean, maximum, minimum, product, variance and standard
+// deviation.
 //
 // A group of lanes handles one slice of a segment. 1, 4, 8 or 32 adjacent lanes cover the features, with
-// 16-byte loads if alignment allows it. If that is fewer than 8 lanes, the other lanes of the group handle
-// other entries, and their states are merged in a fixed tree. Rows are read at the entries' positions, so an
-// unsorted index needs no copy. Slices of segments that were cut store their state in a slot, and a second
-// kernel merges a segment's slots in a fixed order: no atomics, the same bits every time. Ties of extrema go
-// to the first entry; NaN wins, as in torch. Floor: E * F * sizeof(T) bytes and E positions read, N * F *
+// 16-byte loads if alignment allows it. With fewer than 8 of these lanes, the other lanes of the group handle
+// other entries, and the states of all lanes are merged in a fixed tree. Rows are read at the entries'
+// positions, so an unsorted index needs no copy. Slices of segments that were cut store their states in
+// slots, and a second kernel merges a segment's slots in a fixed order. There are no atomics, so every run
+// gives the same bits. Among equal extrema, the first entry is chosen; NaN is an extremum, as in PyTorch.
+// Floor, for E entries and N segments of width F: E * F * sizeof(T) bytes and E positions read, N * F *
 // sizeof(T) bytes written.
 
 #include <algorithm>
@@ -30,7 +32,7 @@ __device__ __forceinline__ V from_lane(V v, int distance) {
   return __shfl_xor_sync(kFullWarp, v, distance);
 }
 
-// State of one feature after some entries. `add` gets a value and its entry.
+// State of one feature after some entries. `add` gets a value and the entry that it belongs to.
 template <typename A>
 struct SumState {
   A sum = 0, total = 0;
@@ -78,7 +80,7 @@ struct MaximumState {
   }
 };
 
-// Welford's mean and sum of squared deviations; merged by Chan's formula.
+// Mean and sum of squared deviations, by Welford's method. States are merged by Chan's formula.
 template <typename A>
 struct MomentState {
   A count = 0, mean = 0, squares = 0;
@@ -199,8 +201,8 @@ __global__ void __launch_bounds__(kThreads) segment_reduce_kernel(const SegmentR
   }
 }
 
-// A block handles 32 features of one segment with several slices, and then perhaps of another segment. Its
-// warps share the slots.
+// A block handles 32 features of one segment with several slices, and then possibly of further segments. Its
+// warps share the slots of the segment.
 template <typename T, typename State>
 __global__ void __launch_bounds__(kWarp* kCombineWarps)
     combine_slices_kernel(const SegmentReduceArgs args, const std::int64_t* facts) {

@@ -12,9 +12,9 @@
 //   - B, 16 vectors x 8 rows, is the bitmap itself: bit g of the vector's mask, as 0 or 1 (or as the edge's
 //     value).
 //
-// Floors, V vectors of width F: V F sizeof(T) bytes gathered, 4 V bytes of columns and masks; 16 V F flops on
-// tensor cores. The gather is the bottleneck, so a lane has kBlocks x 4 loads in flight, and the columns of a
-// run's next window are read before the last one is finished.
+// Floors, for V vectors of width F: V F sizeof(T) bytes gathered, 4 V bytes of columns and masks; 16 V F
+// flops on tensor cores. The gather is the bottleneck, so a lane has kBlocks x 4 loads in flight, and the
+// columns of a run's next window are read before the current window is finished.
 
 #include <type_traits>
 
@@ -28,8 +28,8 @@ namespace fastsparse::cuda {
 namespace spmm_bsb_detail {
 
 constexpr int kThreads = 128;
-// float32: every 4 blocks, the tensor cores' sums are added to sums that round to nearest. These bits of a
-// block's first quad mark it as the last of 4.
+// float32: every 4 blocks, the tensor cores' sums are added to other sums, which round to nearest. A block is
+// the last of 4 if the number of its first quad has all of these bits.
 constexpr int kLastOfSum = 3 * kBlockQuads;
 
 __device__ __forceinline__ std::uint32_t one_bits(__half) { return 0x3c00u; }
@@ -38,7 +38,7 @@ __device__ __forceinline__ std::uint32_t one_bits(__nv_bfloat16) { return 0x3f80
 __device__ __forceinline__ std::uint32_t bits_of(__half v) { return __half_as_ushort(v); }
 __device__ __forceinline__ std::uint32_t bits_of(__nv_bfloat16 v) { return __bfloat16_as_ushort(v); }
 
-// Rounds to the nearest TF32 number. The addition can turn NaN into -0, which the second term shows. Without
+// Rounds to the nearest TF32 number. The addition can turn NaN into -0; then the second term is NaN. Without
 // a second term, the conversion instruction is needed, which keeps NaN but is slower.
 template <int kTerms>
 __device__ __forceinline__ std::uint32_t round_tf32(float v) {
@@ -48,14 +48,14 @@ __device__ __forceinline__ std::uint32_t round_tf32(float v) {
   return rounded;
 }
 
-// Weight of an entry.
+// Kinds of weights of entries.
 enum class Weight {
   kOne,
   kVectorScale,  // a factor per column: one number per vector, streamed with the masks
   kValue,        // a value per entry
 };
 
-// The part of a block that one thread holds: features and masks of its vectors and, with weights, the weights
+// The part of a block that one thread has: features and masks of its vectors and, with weights, the weights
 // of the entries of row g.
 template <typename T, int kFeatures>
 struct Block {
@@ -64,7 +64,7 @@ struct Block {
   Acc<T> value[kOwned];
 };
 
-// sum[r] += features (2r, 2r + 1 of every lane) x rows, 16-bit elements.
+// Computes sum[r] += features (2r, 2r + 1 of every lane) x rows, for 16-bit elements.
 template <typename T, int kFeatures, Weight kWeight>
 __device__ __forceinline__ void multiply(float (&sum)[kFeatures / 2][4], const Block<T, kFeatures>& block,
                                          int g) {
@@ -73,7 +73,8 @@ __device__ __forceinline__ void multiply(float (&sum)[kFeatures / 2][4], const B
     b[0] = bits_of(narrow<T>(block.value[0])) | bits_of(narrow<T>(block.value[1])) << 16;
     b[1] = bits_of(narrow<T>(block.value[2])) | bits_of(narrow<T>(block.value[3])) << 16;
   } else {
-    // Bit g of the four masks, spread to the low bits of four halves, times one.
+    // Bit g of each of the four masks, moved to the low bits of four halves and multiplied by 1 in the
+    // element type.
     const std::uint32_t bits = (block.mask >> g) & 0x01010101u;
     b[0] = __byte_perm(bits, 0, 0x4140) * one_bits(T{});
     b[1] = __byte_perm(bits, 0, 0x4342) * one_bits(T{});
@@ -90,9 +91,9 @@ __device__ __forceinline__ void multiply(float (&sum)[kFeatures / 2][4], const B
   }
 }
 
-// As `multiply`, for float32. kTerms = 1: TF32. kTerms = 2: x is the sum of two TF32 numbers, exact to 2^-24
-// of x; values are split in the same way. The product of the two second terms is left out, because it is
-// below 2^-22 of the result.
+// Does the same as `multiply`, for float32. kTerms = 1: TF32. kTerms = 2: x is the sum of two TF32 numbers,
+// exact to 2^-24 of x, and values are split in the same way. The product of the two second terms is left out,
+// because it is below 2^-22 of the result.
 template <int kFeatures, Weight kWeight, int kTerms>
 __device__ __forceinline__ void multiply_float(float (&sum)[kFeatures / 2][4],
                                                const Block<float, kFeatures>& block, int g) {
@@ -131,13 +132,13 @@ __device__ __forceinline__ std::int64_t value_position(const BsbView& a, std::in
                              : static_cast<const std::int32_t*>(a.value_id)[entry];
 }
 
-// Position of a value if values are dense vectors.
+// The position of an entry's value, if values are (num_vectors, 8, heads).
 __device__ __forceinline__ std::int64_t dense_position(const SpmmBsbArgs& args, std::int64_t quad, int vector,
                                                        int row) {
   return (__ldg(args.quad_vector + quad) + vector) * kRows + row;
 }
 
-// Replaces every 32-bit word of the pack by that of lane `source`.
+// Replaces every 32-bit word of the pack by the same word of lane `source`.
 template <typename P>
 __device__ __forceinline__ void shuffle_pack(P& pack, int source) {
   constexpr int kWords = static_cast<int>(sizeof(P) / 4);
@@ -149,8 +150,8 @@ __device__ __forceinline__ void shuffle_pack(P& pack, int source) {
 }
 
 // A zero of the bitmap times an infinite or NaN feature is NaN, although there is no edge. So if a result is
-// not finite, the quads from `begin` to `end` are summed again, entry by entry. target: a window, or ~slot of
-// a partial result.
+// not finite, this function sums the quads from `begin` to `end` again, entry by entry. target: a window, or
+// ~slot of a partial result.
 template <typename T, int kFeatures, bool kValued>
 __device__ __noinline__ void sum_entry_by_entry(const SpmmBsbArgs& args, std::int64_t begin, std::int64_t end,
                                                 std::int32_t target, int t, std::int64_t feature,
@@ -211,8 +212,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
   const int quarter = lane / 8, place = lane % 8;
   const std::int64_t feature = tile + place * kFeatures;
   const bool inside = feature < args.width;
-  // Lanes beyond the width gather the row's first features and discard them: cheaper than a predicate on
-  // every load.
+  // Lanes beyond the width gather the row's first features and discard them, because a predicate on every
+  // load would cost more.
   const char* x = reinterpret_cast<const char*>(static_cast<const T*>(args.x.data) + (inside ? feature : 0));
   const auto row_bytes = static_cast<std::uint32_t>(args.x.stride * sizeof(T));
   const std::int64_t head = kWeight == Weight::kValue ? tile / (args.width / args.value.heads) : 0;
@@ -253,7 +254,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
       }
       return;
     }
-    // Entries are numbered by quad, vector, row, so an entry's number is a count of the bits before it.
+    // Entries are numbered by quad, vector and row, so the number of an entry is the number of mask bits
+    // before it.
     const std::int64_t first = __ldg(args.a.quad_entry + own);
 #pragma unroll
     for (int v = 0; v < kOwned; ++v) {
@@ -289,7 +291,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
     }
   };
 
-  std::uint32_t not_finite = 0;  // bit n: one of this lane's sums of the run's n-th window is not finite
+  std::uint32_t not_finite = 0;  // bit n: some sum of this lane in the run's n-th window is not finite
   // Stores the sums of the run's n-th window and clears them.
   const auto finish = [&](int nth) {
     float probe = 0;

@@ -1,15 +1,15 @@
 // SpMM from CSR on CUDA cores.
 //
-// A group of 4, 8 or 32 lanes computes one slice of a row for one tile of features. Floors per call, E
+// A group of 4, 8 or 32 lanes computes one slice of a row for one tile of features. Floors per call, for E
 // entries of width F: E * F * sizeof(T) bytes gathered, E * 4 bytes of columns; 2 E F flops, far below the
 // arithmetic limit. So the kernel is designed for the gather: loads have 16 bytes, 8 lanes cover 128
 // contiguous bytes, and each lane keeps 8 loads in flight (4 entries x 2 chunks). Tiles of features are the
 // slow grid dimension, because one tile of all rows of x is more likely to stay in the L2 cache than all of
 // x.
 //
-// Rows are cut into slices (HR-SpMM, section 4.1; RoDe). Slices of similar length are adjacent, so a warp's
-// groups finish together. A second kernel adds the partial sums of split rows in slot order: no atomics, the
-// same bits every time.
+// Rows are cut into slices (HR-SpMM, section 4.1; RoDe). Slices of similar length are adjacent in the list,
+// so the groups of a warp finish together. A second kernel adds the partial sums of split rows in slot order.
+// There are no atomics, so every run gives the same bits.
 
 #include <algorithm>
 #include <initializer_list>
@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
   const std::int64_t group =
       static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const RowSlice slice = load_slice(args.split, group);
-  // All groups of a warp loop to the longest slice, masked beyond the end of their own, so that shuffles need
-  // no divergent branches.
+  // All groups of a warp loop to the end of the longest slice, and mask entries beyond their own slice, so
+  // that shuffles need no divergent branches.
   const int longest = __reduce_max_sync(kFullWarp, slice.length);
   const std::int64_t feature0 = static_cast<std::int64_t>(blockIdx.y) * (kChunkWidth * kChunks) + lane * kVec;
   const T* x = static_cast<const T*>(args.x.data) + feature0;
@@ -176,7 +176,8 @@ void launch_shape(const SpmmArgs& args, cudaStream_t stream) {
   }
 }
 
-// 16-byte loads: as few lanes as the tile needs. Narrower loads: a whole warp, for coalescing.
+// With 16-byte loads, a slice has only as many lanes as the tile needs. With narrower loads, it has a whole
+// warp, so that loads are coalesced.
 template <typename T, int kVec>
 void launch_vector(const SpmmArgs& args, cudaStream_t stream) {
   const std::int64_t tile = std::min(args.width, args.tile);

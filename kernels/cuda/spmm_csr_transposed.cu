@@ -1,11 +1,12 @@
-// The transposed product from the untransposed structure: column sums by float atomics, which saves the sort
-// of a structure that is used once. Bytes: a row of x read per slice, and E * F * 4 bytes added in the L2
-// cache, 16 bytes at a time on sm_90. A group of 8 or 32 lanes handles a slice of a row for one tile of
-// features, reads the row once and adds it to the sums of all its columns.
+// The transposed product from the untransposed structure. Columns are summed by float atomics, which saves
+// the sort of a structure that is used once. Memory traffic: a row of x is read per slice, and E * F * 4
+// bytes are added in the L2 cache, 16 bytes at a time on sm_90, for E entries of width F. A group of 8 or 32
+// lanes handles a slice of a row for one tile of features: it reads the row once and adds it to the sums of
+// all its columns.
 //
-// In a sampled batch most columns have one entry. If entries are counted per column first, such a column is
-// stored directly in the dtype of the result, instead of being cleared, added to and converted: a third of
-// the bytes.
+// In a sampled batch, most columns have one entry. If the entries of every column are counted first, such a
+// column is stored directly in the dtype of the result, instead of being cleared, added to and converted.
+// That takes a third of the bytes.
 
 #include <type_traits>
 
@@ -18,27 +19,28 @@ namespace spmm_csr_transposed_detail {
 
 constexpr int kThreads = 128;
 
-// Address of the result.
+// The address of the result: `sum` for float32, otherwise `out`.
 template <typename T>
 __device__ __forceinline__ T* result(const SpmmTransposedArgs& args) {
   if constexpr (std::is_same_v<T, float>) return args.sum;
   return static_cast<T*>(args.out);
 }
 
-// Whether a column's sum is a single entry.
+// Tells if a column has a single entry, which is then stored instead of added.
 __device__ __forceinline__ bool is_stored(const SpmmTransposedArgs& args, std::int64_t col) {
   return col >= args.num_given && args.count[col] == 1;
 }
 
 __global__ void count_kernel(const SpmmTransposedArgs args) {
   const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  // A padded structure has space for more entries than it holds.
+  // A padded structure has memory for more entries than its rows have.
   if (e < args.a.rowptr[args.a.num_rows]) atomicAdd(args.count + args.a.col[e], 1);
 }
 
 constexpr int kColumnsPerWarp = 8;
 
-// Calls f(i) for all elements i of the columns without given sums whose number of entries `wanted` accepts.
+// Calls f(i) for all elements i of the columns whose sums are not initialized, if `wanted` accepts the
+// column's number of entries.
 template <typename Wanted, typename F>
 __device__ __forceinline__ void for_elements(const SpmmTransposedArgs& args, Wanted wanted, F f) {
   const int lane = threadIdx.x % kWarp;
@@ -53,7 +55,7 @@ __device__ __forceinline__ void for_elements(const SpmmTransposedArgs& args, Wan
   }
 }
 
-// Clears the sums that several entries are added to, and the result of columns without entries.
+// Clears the sums of columns with several entries, and the results of columns without entries.
 template <typename T>
 __global__ void clear_kernel(const SpmmTransposedArgs args) {
   for_elements(args, [](int count) { return count > 1; }, [&](std::int64_t i) { args.sum[i] = 0; });
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_transposed_kernel(const Spm
   const std::int64_t group =
       static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const RowSlice slice = load_slice(args.split, group);
-  // All groups of a warp loop to the longest slice, so that shuffles need no divergent branches.
+  // All groups of a warp loop to the end of the longest slice, so that shuffles need no divergent branches.
   const int longest = __reduce_max_sync(kFullWarp, slice.length);
   const std::int64_t feature = (static_cast<std::int64_t>(blockIdx.y) * kLanes + lane) * kVec;
   const bool inside = feature < args.width;

@@ -1,10 +1,10 @@
-// Maximum and minimum aggregation from CSR on CUDA cores. Ties go to the first entry of the row; NaN wins, as
-// in torch. kLanes neighbouring lanes handle one slice of a row, kVec features each: lane l of block row y
-// has the features from (y kLanes + l) kVec on. A second kernel compares partial results of split rows in
-// slot order.
+// Maximum and minimum aggregation from CSR on CUDA cores. Among equal extrema, the first entry of the row is
+// chosen; NaN is an extremum, as in PyTorch. kLanes neighbouring lanes handle one slice of a row, with kVec
+// features each: lane l of block row y has the features from (y kLanes + l) kVec on. A second kernel compares
+// the partial results of split rows in slot order.
 //
-// Floor: num_edges width sizeof(T) bytes gathered, as in spmm, and per row and feature sizeof(T) + 4 bytes
-// written.
+// Floor: num_edges * width * sizeof(T) bytes gathered, as in spmm, and sizeof(T) + 4 bytes written per row
+// and feature.
 
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"

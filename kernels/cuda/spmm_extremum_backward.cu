@@ -5,7 +5,8 @@
 //   - Of values: a group handles one entry and adds its products over each head's features, in a fixed tree.
 //     Every value is written once.
 //
-// Neither pass has atomics. Floor, E entries of width F: 4 E F bytes of choices gathered by each pass.
+// Neither pass has atomics. Floor, for E entries of width F: each pass gathers 4 E F bytes of chosen
+// positions.
 
 #include "fastsparse/combine_partials.cuh"
 #include "fastsparse/spmm_extremum.h"
@@ -118,7 +119,7 @@ void launch_sources(const SpmmExtremumBackwardArgs& args, cudaStream_t stream) {
 
 template <typename T>
 void launch(const SpmmExtremumBackwardArgs& args, cudaStream_t stream) {
-  // Packs of 4 numbers of both arrays, at most 16 bytes.
+  // Loads have 4 numbers of both arrays if alignment allows it, that is, at most 16 bytes.
   const bool packed = vector_width<float>({args.width, args.grad.stride}, {args.arg, args.grad.data}) == 4;
   if constexpr (sizeof(T) == 8) {  // float64 is used for tests, so one kernel handles every width
     launch_sources<T, 1, 32>(args, stream);

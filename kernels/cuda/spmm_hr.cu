@@ -2,10 +2,10 @@
 // entries of a row, at most 256, by matricised dot products (tca_tile.cuh). Sub-warps with one lane per 16
 // bytes of features sum the rest of a row, fewer than 64 entries, in float32.
 //
-// Floors as in spmm_tca.cu. Long items fill whole products and short ones need no padding, so row lengths
-// leave no lane idle. Rows with several items store partial sums, which a second kernel adds in order. The
-// paper's atomics would send as many bytes to the same cache lines, and for 16-bit results they would need a
-// buffer of floats as well.
+// Floors are the same as in spmm_tca.cu. Long items fill whole products and short items need no padding, so
+// no row length leaves lanes idle. Rows with several items store partial sums, which a second kernel adds in
+// order. The paper's atomics would send the same number of bytes to the same cache lines, and for 16-bit
+// results they would also need a buffer of floats.
 
 #include "fastsparse/combine_partials.cuh"
 #include "fastsparse/cuda_common.cuh"
@@ -16,9 +16,9 @@ namespace fastsparse::cuda {
 namespace spmm_hr_detail {
 
 constexpr int kThreads = 128;
-constexpr int kAtOnce = 8;  // entries of a short item that a lane loads at once
+constexpr int kAtOnce = 8;  // number of entries of a short item that a lane loads at once
 
-// Stores sums of kVec features from `feature` on, as the row's result or as a partial result.
+// Stores sums of kVec features from `feature` on, in the result's row or as a partial result.
 template <typename T, int kVec>
 __device__ __forceinline__ void store_sums(const SpmmArgs& args, const RowSlice& slice, std::int64_t feature,
                                            const float (&sum)[kVec]) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_sums(const SpmmArgs& args, const RowSlice&
   }
 }
 
-// Sums eight features, from `x` on, of a short item.
+// Sums eight features of a short item; `x` points to the first of them in row 0.
 template <typename T>
 __device__ __forceinline__ void sum_short(const TileArgs& args, const T* x, const RowSlice& slice,
                                           float (&sum)[8]) {

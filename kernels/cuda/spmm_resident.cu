@@ -1,12 +1,13 @@
-// SpMM with a tile of x resident in shared memory: 256 bytes of every row of x. It is for matrices of few
-// columns, such as pruned weights, whose columns many rows gather repeatedly. A block loads its tile once and
-// sums many rows from it, so the L2 cache delivers only tiles and entries. Floor per call, E entries of width
-// F: E * F * sizeof(T) bytes read from shared memory, at 128 bytes per clock and multiprocessor.
+// SpMM with a tile of x resident in shared memory: 256 bytes of every row of x. This kernel is for matrices
+// with few columns, such as pruned weights, because many rows gather the same row of x. A block loads its
+// tile once and sums many rows from it, so the L2 cache delivers only tiles and entries. Floor per call, for
+// E entries of width F: E * F * sizeof(T) bytes read from shared memory, at 128 bytes per clock and
+// multiprocessor.
 //
 // Features are cut into tiles (the slow grid dimension), and rows into groups of about equal work, one block
-// each. The warps of a block divide its entries evenly, regardless of rows. If several warps share a row, the
-// first one stores it: after a barrier, it adds the partial sums of the other warps in order. So there are no
-// atomics, and results are the same bits every time. policy.spmm_resident says when a tile fits.
+// per group. The warps of a block divide its entries evenly, regardless of rows. If several warps share a
+// row, the first of them stores it: after a barrier, it adds the partial sums of the other warps in order. So
+// there are no atomics, and every run gives the same bits. policy.spmm_resident decides if a tile fits.
 //
 // On small matrices, the setup takes longer than the products. So 64-bit divisions are done on the host, and
 // entries are read ahead into shared memory, 128 at a time.
@@ -25,12 +26,13 @@ namespace spmm_resident_detail {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kPieces = 16;  // pieces of 16 bytes per row of x
-// Entries that are added in one call, and how many of them are gathered before the first one is summed.
+constexpr int kPieces = 16;  // number of 16-byte pieces of a row of the tile
+// Number of entries that one call of `add` adds, and number of entries that are gathered before the first is
+// summed.
 constexpr int kBatch = 32;
 constexpr int kHalf = 16;
-constexpr int kStage = 128;  // entries per warp in shared memory
-// Costs, in entries, of the end of a row and of loading a row of the tile.
+constexpr int kStage = 128;  // number of entries per warp in shared memory
+// Cost of the end of a row, and cost of loading a row of the tile, both in entries.
 constexpr int kRowCost = 16;
 constexpr int kSourceCost = 4;
 
@@ -48,10 +50,10 @@ struct CudaCores {
   static constexpr bool kTensorCores = false;
   static constexpr int kVec = 16 / sizeof(T);
   static constexpr int kWidth = kVec * kPieces;
-  static constexpr int kResult = kVec / 2;  // features that `finish` leaves in a lane
-  // After this many batches, sums are added to totals of up to 32 sums, and totals to a total of totals. So
-  // rounding errors grow with 32 terms, not with the row. A row may repeat a source 100,000 times, in which
-  // case all errors have the same sign.
+  static constexpr int kResult = kVec / 2;  // number of features that `finish` leaves in a lane
+  // After this number of batches, sums are added to totals of up to 32 sums, and these totals to another
+  // total. So rounding errors grow with 32 terms, not with the length of the row. A row may repeat a source
+  // 100,000 times; then all errors have the same sign.
   static constexpr int kBatchesPerSum = 2;
   static constexpr int kBatchesPerTotal = 32 * kBatchesPerSum;
 
@@ -110,7 +112,7 @@ struct CudaCores {
     }
   }
 
-  // First feature of the tile that `finish` leaves in this lane.
+  // The first of the tile's features that `finish` leaves in this lane.
   __device__ __forceinline__ int feature() const { return kVec * piece + kResult * half; }
   __device__ __forceinline__ bool has_result() const { return true; }
 
@@ -127,7 +129,7 @@ struct CudaCores {
   }
 };
 
-// Sums on tensor cores (tca_tile.cuh); a warp is one slot.
+// Sums on tensor cores (tca_tile.cuh). A whole warp is one slot.
 template <typename T>
 struct TensorCores {
   using Element = T;
@@ -188,23 +190,24 @@ struct TensorCores {
   }
 };
 
-// A position between two entries: `entry` is the next one, in `row`.
+// A position between two entries: `entry` is the entry after it, and belongs to `row`.
 struct Cut {
   int row, entry;
 };
 
-// How rows and entries are divided. Computed on the host, so that no thread divides 64-bit numbers.
+// How rows and entries are divided among warps. It is computed on the host, so that no thread divides 64-bit
+// numbers.
 struct Partition {
-  int work, more;     // work per warp, in entries; one more for the first `more` warps
-  int rows, entries;  // approximate number per block
+  int work, more;     // work per warp, in entries; the first `more` warps have one more
+  int rows, entries;  // approximate number of rows and of entries per block
   int sample_step;    // distance between sampled rows
   int last_sample;
 
-  // Work of all warps before `warp`.
+  // Work, in entries, of all warps before `warp`.
   __device__ __forceinline__ int before(int warp) const { return warp * work + min(warp, more); }
 };
 
-// The last row for which the entries and row ends before it cost at most `target`. Each group of eight
+// Finds the last row whose preceding entries and row ends cost at most `target`. Each group of eight
 // neighbouring lanes searches for one target. `sample` has the costs before every sample_step-th row.
 __device__ __forceinline__ int find_row(const CsrView& a, const Partition& partition, const int* sample,
                                         int target) {
@@ -229,9 +232,10 @@ __device__ __forceinline__ int find_row(const CsrView& a, const Partition& parti
   return row;
 }
 
-// Finds where this warp's work begins and ends, and the first entry of its first row. Blocks begin with a
-// row; warps begin with a row or at a multiple of a batch within a row. Lanes 8 i to 8 i + 7 find cut i of
-// {this warp, the next warp, the block's first warp, the next block's first warp}.
+// Finds the positions where this warp's work begins and ends, and the first entry of its first row. A block
+// begins at the start of a row. A warp begins at the start of a row, or at a multiple of a batch within a
+// row. Lanes 8 i to 8 i + 7 find cut i of {this warp, the next warp, the block's first warp, the next block's
+// first warp}.
 __device__ __forceinline__ void find_cuts(const CsrView& a, const Partition& partition, const int* sample,
                                           Cut& begin, Cut& end, int& row_begin) {
   constexpr int kLanes = 8;
@@ -258,8 +262,8 @@ __device__ __forceinline__ void find_cuts(const CsrView& a, const Partition& par
   row_begin = begin.row < a.num_rows ? static_cast<int>(__ldg(a.rowptr + begin.row)) : begin.entry;
 }
 
-// The stored value of an entry. A second function computes the entry's weight from it, so that the load need
-// not be awaited at once.
+// Loads the stored value of an entry. Another function computes the entry's weight from this value, so that
+// the kernel need not wait for the load at once.
 template <typename T>
 __device__ __forceinline__ std::uint32_t value_bits(const TileArgs& args, std::int64_t entry) {
   if (args.value.data == nullptr) return 0;
@@ -287,7 +291,7 @@ __device__ __forceinline__ float weight_from(const TileArgs& args, std::uint32_t
 }
 
 // Prefetches approximately this block's part of an array to the L2 cache while the block searches for its
-// rows: one cache line per thread.
+// rows. Each thread prefetches one cache line.
 __device__ __forceinline__ void prefetch_part(const void* data, std::int64_t size, int of_block,
                                               int element_bytes) {
   constexpr int kLine = 128;
@@ -347,7 +351,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   int next_col[kOwn] = {};
   std::uint32_t next_value[kOwn] = {};
   Entry* stage = stages[warp];
-  // Only loads, so that nothing waits for them before `put`.
+  // This function only loads, so that nothing waits for the loads before `put`.
   const auto fetch = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -391,7 +395,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                  static_cast<T*>(args.out) + row * args.width + feature);
     }
   };
-  int staged = 0;  // first entry in shared memory
+  int staged = 0;  // the first entry in shared memory
   bool open = false;
   for (int r = 0, from = 0; r < rows || (r == rows && from < count); ++r) {
     if (r > 0 && r % kWarp == 0) row_ends = row_ends_from(r);
@@ -449,8 +453,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (open) store(end.row);
 }
 
-// Number of blocks per tile of features, chosen for the shortest time if a wave of blocks takes as long as
-// one block: its share of the rows plus its tile.
+// Number of blocks per tile of features. It minimises the time, if a wave of blocks takes as long as one
+// block, which handles its share of the rows and loads its tile.
 std::int64_t row_groups(const CsrView& a, std::int64_t tiles) {
   int device = 0, num_sms = 1;
   cudaGetDevice(&device);

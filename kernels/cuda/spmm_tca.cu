@@ -1,14 +1,16 @@
 // SpMM on tensor cores directly from CSR, after TCA-SpMM (section 4). It reads only row pointers and columns,
-// builds no other format and has one launch. tca_tile.cuh has the product.
+// builds no other format and has one launch. tca_tile.cuh computes the product.
 //
-// Floors per call, E entries of width F: 2 E F bytes gathered and 4 E F ceil(F / tile) / F bytes of columns.
-// The tensor cores multiply 16 E F flops, an eighth of them useful: a few per cent of what they can do in
-// the time of the gather. So loads decide: runs of 128 bytes (F >= 64), eight in flight per lane. Tiles of
-// features are the slow grid dimension, because a tile of x is more likely to stay in the caches than x.
+// Floors per call, for E entries of width F: 2 E F bytes gathered and 4 E F ceil(F / tile) / F bytes of
+// columns. The tensor cores compute 16 E F flops, and an eighth of these are useful. That is a few per cent
+// of what they can compute during the gather. So loads decide the time: runs of 128 bytes (F >= 64), eight in
+// flight per lane. Tiles of features are the slow grid dimension, because a tile of x is more likely to stay
+// in the caches than all of x.
 //
-// A block has several slots (tca_tile.cuh). If there are few rows, `parts` slots share a row. All slots of a
-// block share its rows that are much longer than the mean, one row after the other. Their sums are added in
-// shared memory, in order: no atomics, no second kernel, the same bits every time.
+// A block has several slots (tca_tile.cuh). If there are few rows, `parts` slots share a row. Rows that are
+// much longer than the mean are shared by all slots of their block, one row after another. The sums of slots
+// are added in shared memory, in order. So there are no atomics and no second kernel, and every run gives the
+// same bits.
 //
 // If x has few rows, policy.spmm_resident chooses spmm_resident.cu instead.
 
@@ -24,7 +26,7 @@ namespace spmm_tca_detail {
 
 constexpr int kThreads = 128;
 constexpr int kLongRow = 512;               // entries per slot above which a whole block handles the row
-constexpr int kResidentWarps = 132 * 16;    // about as many as an H200 holds
+constexpr int kResidentWarps = 132 * 16;    // about the number of warps that an H200 runs at once
 constexpr std::int64_t kPackedEntries = 8;  // up to this mean row length, rows are packed instead of split
 
 template <typename T, int kLanePieces, int kRowPieces, int kChunks>
@@ -49,7 +51,8 @@ __global__ void __launch_bounds__(kThreads, 4) spmm_tca_kernel(const SpmmArgs ar
   const int most = parts == kSlots ? 0x7fffffff : kLongRow * parts;
   const bool any_long = __syncthreads_or(length_of(row0 + slot / parts) > most);
 
-  // First all rows that are not long, by `parts` slots each; then the long rows by all slots.
+  // Turn 0 handles all rows that are not long, with `parts` slots each; the other turns handle the long rows,
+  // with all slots.
   for (int turn = 0; turn <= (any_long ? rows : 0); ++turn) {
     const int sharing = turn == 0 ? parts : kSlots;
     const std::int64_t row = turn == 0 ? row0 + slot / parts : row0 + turn - 1;

@@ -1,7 +1,7 @@
 // Sparse rows times a sparse structure (SSD; "Decoupled SSD", sections III and IV). A warp handles an edge
-// group: it adds the kept entries of the group's sources into a dense row in shared memory, then updates the
-// output with all lanes. The update is a plain store, or a partial result if other groups share the row (the
-// paper's update_mode).
+// group: it adds the kept entries of the group's sources to a dense row in shared memory, and then updates
+// the output with all lanes. The update is a plain store or, if other groups share the row, a partial result
+// (the paper's update_mode).
 //
 // The paper needs slots because a float sum in shared memory is a load, an addition and a store, and two of
 // them must not overlap. Integers need no slots: shared memory adds them natively, with the same bits in any
@@ -11,14 +11,14 @@
 // twice.
 //
 // If a source has many neighbours, its entries are packed first: four entries in 16 bytes, as fixed-point
-// numbers below their own power of two. Then a source is one run of 4 k bytes in every dtype instead of two
-// runs in two tables, and an entry takes fewer instructions.
+// numbers with a power of two of their own. Then a source is one run of 4 k bytes in every dtype instead of
+// two runs in two arrays, and an entry takes fewer instructions.
 //
-// Bounds per call, E edges of k kept entries: E k (sizeof(T) + sizeof(Id)) bytes gathered (4 E k if packed).
-// 32 additions at random addresses of shared memory have on average a 3.5-way bank conflict.
+// Bounds per call, for E edges of k kept entries: E k (sizeof(T) + sizeof(Id)) bytes gathered (4 E k if
+// packed). 32 additions at random addresses of shared memory have on average a 3.5-way bank conflict.
 //
-// Groups with infinities, NaN or only tiny numbers are summed as floats, one entry at a time. So are float64
-// and rows that are too wide.
+// Groups with infinities, NaN or only tiny numbers are summed as floats, one entry at a time. The same holds
+// for float64, and for rows that are too wide.
 #include <cstddef>
 #include <type_traits>
 
@@ -43,25 +43,26 @@ constexpr int kPlainFeatures = 1024;   // features per float sum: a warp's buffe
 constexpr int kShortGroups = 4;  // groups of at most kShortGroupEntries entries that a warp handles together
 constexpr int kShortAhead = 4;   // entries of these groups in flight at once
 static_assert(kShortGroups * kShortGroupEntries <= kWarp);
-// If rows have at least this many entries, most groups are full, so that four packed quads in flight pay off
-// although the last chunk of a group is partial.
+// If rows have on average at least this number of entries, most groups are full. Then it is worth having four
+// packed quads in flight, although the last chunk of a group is partial.
 constexpr std::int64_t kManyPerRow = 256;
-constexpr int kTeams = 4;  // groups of medium size that share a warp, a quarter of it each
+constexpr int kTeams = 4;  // number of groups of medium size that share a warp; each has a quarter of it
 
-// 2^power as bits, for powers of normal numbers.
+// 2^power as the bits of a float, if it is a normal number.
 __device__ __forceinline__ unsigned exponent_bits(int power) {
   return static_cast<unsigned>(power + 127) << 23;
 }
 __device__ __forceinline__ float exp2_of(int power) { return __uint_as_float(exponent_bits(power)); }
 
-// Lanes that handle one group: a warp, or one of its kTeams equal parts, which run the same number of steps.
+// The lanes that handle one group: a warp, or one of its kTeams equal parts. All parts run the same number of
+// steps.
 template <int kTeams>
 struct Team {
   static constexpr int kLanes = kWarp / kTeams;
 
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % kLanes); }
 
-  // Orders what the lanes read and write in shared memory.
+  // Orders the lanes' reads and writes of shared memory.
   static __device__ __forceinline__ void sync() {
     if constexpr (kTeams == 1) {
       __syncwarp();
@@ -84,7 +85,7 @@ struct Team {
   }
 };
 
-// Four entries of a row in packed words: unpacking would wait for the load.
+// Four entries of a row. They stay packed in words, because unpacking would wait for the load.
 template <typename T, typename Id>
 struct Quad {
   unsigned values[sizeof(T)];
@@ -133,15 +134,15 @@ struct QuadOfRows {
   const std::byte* values;
   const std::byte* ids;
   unsigned k;
-  int inside;  // entries before the row's end
+  int inside;  // number of entries before the row's end
 
   __device__ __forceinline__ QuadOfRows(const SsdArgs& args, int quad)
       : values(static_cast<const std::byte*>(args.values) + quad * (4 * sizeof(T))),
         ids(static_cast<const std::byte*>(args.ids) + quad * (4 * sizeof(Id))),
         k(static_cast<unsigned>(args.k)),
         inside(static_cast<int>(args.k) - quad * 4) {
-    // Hides the origin of the addresses from the compiler. Otherwise every load would compute its address
-    // from the arguments again: half of the instructions around it.
+    // Hides from the compiler where the addresses come from. Otherwise it would compute the address of every
+    // load from the arguments again, which would be half of the instructions around the load.
     asm("" : "+l"(values), "+l"(ids));
   }
 
@@ -162,7 +163,8 @@ struct PackedQuad {
   static constexpr unsigned kNumber = 0xfffffc00u, kOffset = 0x3fcu;
   unsigned word[4];
 
-  // 2^exponent, whose double bounds every entry. 0 for four zeros, infinity if an entry is infinite or NaN.
+  // Returns 2^exponent; its double bounds every entry. It is 0 for four zeros, and infinity if an entry is
+  // infinite or NaN.
   __device__ __forceinline__ float power() const {
     const unsigned exponent = (word[0] & 3) | (word[1] & 3) << 2 | (word[2] & 3) << 4 | (word[3] & 3) << 6;
     return __uint_as_float(exponent << 23);
@@ -178,7 +180,7 @@ struct QuadOfPackedRows {
 
   __device__ __forceinline__ QuadOfPackedRows(const SsdArgs& args, int quad)
       : quads(static_cast<const uint4*>(args.packed) + quad), per_row(static_cast<unsigned>(args.k / 4)) {
-    asm("" : "+l"(quads));  // as in QuadOfRows
+    asm("" : "+l"(quads));  // see QuadOfRows
   }
 
   __device__ __forceinline__ PackedQuad load(unsigned row) const {
@@ -214,8 +216,8 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const SsdArgs args, std:
   static_cast<uint4*>(args.packed)[at] = uint4{quad.word[0], quad.word[1], quad.word[2], quad.word[3]};
 }
 
-// The dtype of kernels that read it from the arguments. They read packed entries, and features only when they
-// store sums or sum as floats.
+// Stands for the dtype in kernels that read the dtype from the arguments. These kernels read packed entries,
+// and read features only when they store sums or sum as floats.
 struct AnyDtype {};
 
 __device__ __forceinline__ float number_at(const void* numbers, Dtype dtype, std::int64_t index) {
@@ -224,7 +226,7 @@ __device__ __forceinline__ float number_at(const void* numbers, Dtype dtype, std
   return static_cast<const float*>(numbers)[index];
 }
 
-// A kept value.
+// Reads a kept value.
 template <typename T>
 __device__ __forceinline__ Acc<T> kept_value(const SsdArgs& args, std::int64_t index) {
   if constexpr (std::is_same_v<T, AnyDtype>) {
@@ -246,8 +248,8 @@ __device__ __forceinline__ Acc<T> weight_of(const SsdArgs& args, std::int64_t en
   return weight;
 }
 
-// Adds the entries of a group into `buffer`, features [feature0, feature0 + features), one source at a time:
-// the ids of a source differ, so that no two lanes add to the same address.
+// Adds the entries of a group to `buffer`, for features [feature0, feature0 + features). It adds one source
+// at a time: the ids of a source differ, so no two lanes add to the same address.
 template <typename T, typename Id, typename OfTeam = Team<1>>
 __device__ void sum_plainly(const SsdArgs& args, const RowSlice& slice, std::int64_t feature0, int features,
                             Acc<T>* buffer) {
@@ -328,7 +330,7 @@ __device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& s
                       : store_vectors<OfTeam, 1, T>(args, slice, buffer, unit);
 }
 
-// The larger of `most` and |term|; NaN if either is NaN.
+// The larger of `most` and |term|, or NaN if either is NaN.
 __device__ __forceinline__ float greater_magnitude(float most, float term) {
   float greater;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(greater) : "f"(most), "f"(fabsf(term)));
@@ -339,7 +341,7 @@ __device__ __forceinline__ float greater_magnitude(float most, float term) {
 template <typename OfTeam>
 struct FixedRow {
   int* sum;
-  int vectors;                                  // groups of four sums
+  int vectors;                                  // number of groups of four sums
   int exponent = kMinExponent;                  // every term is below 2^exponent
   unsigned limit = exponent_bits(exponent);     // 2^exponent as the bits of a float
   float scale = exp2_of(kTermBits - exponent);  // units per 1.0
@@ -371,7 +373,8 @@ struct FixedRow {
     atomicAdd(sum + id, __float2int_rn(term * scale));
   }
 
-  // Adds four packed entries times `weight`: the high words of the products with a factor.
+  // Adds four packed entries times `weight`: the high words of the products of the entries and a common
+  // factor.
   __device__ __forceinline__ void add(const PackedQuad& quad, float weight) {
     const int factor = __float2int_rn(weight * quad.power() * (4 * scale));
 #pragma unroll
@@ -386,15 +389,16 @@ struct FixedRow {
   __device__ __forceinline__ float unit() const { return exp2_of(exponent - kTermBits); }
 };
 
-// Entries of a group that a lane handles at once: kAtOnce quads, `step` sources apart.
+// The entries of a group that a lane handles at once: kAtOnce quads, which are `step` sources apart.
 template <int kAtOnce, typename Entries>
 struct Chunk {
   Entries quad[kAtOnce];
   float weight[kAtOnce];
 };
 
-// Adds the first `count` quads of every lane's chunk; false if fixed point cannot represent them. kWhole: all
-// lanes have a whole chunk, which saves the checks, a third of the instructions.
+// Adds the first `count` quads of every lane's chunk. Returns false if fixed point cannot represent them.
+// kWhole: all lanes have a whole chunk, so that the kernel needs no checks, which are a third of the
+// instructions.
 template <bool kWhole, bool kWeighted, int kAtOnce, typename OfTeam, typename T, typename Id>
 __device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, Quad<T, Id>>& chunk, int count,
                                           FixedRow<OfTeam>& row) {
@@ -422,8 +426,9 @@ __device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, Quad<T, Id>>& chu
   return true;
 }
 
-// As add_chunk, for packed entries, with their bounds instead of the terms. It always checks which lanes have
-// an entry, because a copy for whole chunks would take registers from other warps.
+// Does the same as add_chunk for packed entries, with the bounds of quads instead of the terms. It always
+// checks which lanes have an entry, because separate code for whole chunks would take registers from other
+// warps.
 template <bool kWeighted, int kAtOnce, typename OfTeam>
 __device__ __forceinline__ bool add_packed_chunk(const Chunk<kAtOnce, PackedQuad>& chunk, int count,
                                                  FixedRow<OfTeam>& row) {
@@ -448,12 +453,12 @@ __device__ __forceinline__ bool add_packed_chunk(const Chunk<kAtOnce, PackedQuad
   return true;
 }
 
-// Adds the entries of a group; false if it has terms that fixed point cannot represent. The groups of a warp
+// Adds the entries of a group. Returns false if fixed point cannot represent some term. The groups of a warp
 // have from `shortest` to `longest` entries.
 template <int kAtOnce, typename T, typename Rows, bool kWeighted, typename OfTeam>
 __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& slice, int shortest,
                                           int longest, int lanes_log, FixedRow<OfTeam>& row) {
-  // Lanes per source, and number of sources at once.
+  // Number of lanes per source, and number of sources at once.
   const int lanes = 1 << lanes_log, step_log = 31 - __clz(OfTeam::kLanes) - lanes_log, step = 1 << step_log;
   const int nth = OfTeam::lane() >> lanes_log, lane_of_source = OfTeam::lane() & (lanes - 1);
   const int quads = static_cast<int>((args.k + 3) / 4);
@@ -462,7 +467,8 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
   const int* sources = args.a.col + slice.begin + nth;
   const int last = slice.length - 1 - nth;  // this lane's last entry, counted from `sources`
 
-  // Lanes without an entry load another one: without branches, all loads are in flight at once.
+  // Lanes without an entry load another entry, so that there are no branches and all loads are in flight at
+  // once.
   const auto load_sources = [&](int first, unsigned (&source)[kAtOnce]) {
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
@@ -519,9 +525,9 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
   return fits && (row.empty || row.exponent > kMinExponent);
 }
 
-// kAtOnce: quads that a lane has in flight. One quad leaves registers for kBlocks more warps. That is faster
-// if a warp handles many sources at once, that is, if few entries are kept. kInPieces: some groups have more
-// than kPieceEntries entries.
+// kAtOnce: number of quads that a lane has in flight. With one quad, there are registers for kBlocks more
+// warps, which is faster if a warp handles many sources at once, that is, if few entries are kept. kInPieces:
+// some groups have more than kPieceEntries entries.
 template <int kAtOnce, int kBlocks, typename T, typename Id, typename Rows, bool kWeighted, bool kInPieces>
 __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs args, int lanes_log) {
   extern __shared__ int4 shared[];
@@ -541,7 +547,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
     for (int i = lane; i < vectors; i += kWarp) row[i] = int4{0, 0, 0, 0};
     __syncwarp();
   };
-  // Adds the entries of a piece into the buffer. Returns the unit of its sums, 0 if they are floats.
+  // Adds the entries of a piece to the buffer. Returns the unit of its sums, or 0 if the sums are floats.
   const auto sum_piece = [&](const RowSlice& piece) {
     clear(buffer);
     FixedRow<Team<1>> row(reinterpret_cast<int*>(buffer), vectors);
@@ -593,8 +599,8 @@ __device__ __forceinline__ bool waited_as_last_block() {
   return true;
 }
 
-// Groups of up to 31 entries: a warp handles kTeams groups, each with its own buffer. So four groups share
-// the cost per group. With weights, eight blocks would spill registers.
+// Handles groups of up to 31 entries: a warp handles kTeams groups, each with its own buffer. So four groups
+// share the costs that every group has. With weights, eight blocks would spill registers.
 template <typename T, typename Id, typename Rows, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
     ssd_middle_kernel(const SsdArgs args, int lanes_log) {
@@ -719,7 +725,7 @@ __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args)
   finish_groups(total);
 }
 
-// For any width and dtype: adds all entries of a group for one tile of features after the other. Groups of
+// Supports any width and dtype: adds all entries of a group for one tile of features after another. Groups of
 // several pieces have totals in the second half of the buffer.
 template <typename T, typename Id, bool kInPieces>
 __global__ void __launch_bounds__(kThreads) ssd_plain_kernel(const SsdArgs args) {
@@ -757,7 +763,7 @@ __global__ void __launch_bounds__(kThreads) ssd_plain_kernel(const SsdArgs args)
   }
 }
 
-// kOneForAll: groups of any length run the kernel for long ones.
+// kOneForAll: groups of any length run the kernel for long groups.
 template <int kAtOnce, int kBlocks, typename T, typename Id, typename Rows, bool kWeighted,
           bool kOneForAll = false>
 void launch_long(const SsdArgs& args, cudaStream_t stream) {
@@ -833,8 +839,8 @@ void launch_in_shared_memory(SsdArgs args, cudaStream_t stream) {
       launch_long<2, kWeighted ? 7 : 10, T, Id, Rows, kWeighted>(args, stream);
     }
   } else {
-    // A k that is not a multiple of four is rare. All such calls share one weighted kernel, in which calls
-    // without weights use 1.
+    // A k that is not a multiple of four is rare. All of these calls share one weighted kernel, in which
+    // calls without weights use weight 1.
     launch_long<2, 6, T, Id, QuadOfRows<T, Id, false>, true, true>(args, stream);
   }
   if constexpr (sizeof(Id) == 1) {

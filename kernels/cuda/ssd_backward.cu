@@ -2,17 +2,18 @@
 // values.
 //
 // Kept values, from row panels: a block of threads copies the window's rows of the gradient to shared memory,
-// and groups of lanes handle strips of its entries, which are sorted by source. A lane has up to 4 kept
-// columns. It reads them in the rows of a source's consecutive entries, sums in registers, and adds once per
-// source and strip to the output: with one 16-byte reduction on sm_90, or with a plain store if the source
-// has no other entries. If the results do not fit the L2 cache, the list of slices handles one block of
-// sources after the other.
+// and groups of lanes handle strips of the window's entries, which are sorted by source. A lane has up to 4
+// kept columns. It reads these columns in the gradient's rows for a source's consecutive entries, sums in
+// registers, and adds once per source and strip to the output: with one 16-byte reduction on sm_90, or with a
+// plain store if the source has no other entries. If the results do not fit the L2 cache, the list of slices
+// handles one block of sources after another.
 //
-// Floors: 4 + k ids per entry read from the L2 cache; 4 k bytes reduced per source and window (per edge in
-// MaxK's own kernel, where they are the bottleneck); the gradient read once; 3.5 shared-memory cycles for 32
-// reads at random banks.
+// Floors: 4 bytes + k ids read per entry from the L2 cache; 4 k bytes reduced per source and window (MaxK's
+// kernel reduces them per edge, and they are its bottleneck); the gradient read once; 3.5 shared-memory
+// cycles for 32 reads at random banks.
 //
-// Kept values, row by row of the transposed structure: always the same bits, but k scattered reads per entry.
+// Kept values, row by row of the transposed structure: every run gives the same bits, but there are k
+// scattered reads per entry.
 
 #include <cuda_pipeline.h>
 
@@ -26,16 +27,16 @@
 namespace fastsparse::cuda {
 namespace ssd_backward_detail {
 
-// Threads per block: few if shared memory has space for several blocks.
+// Numbers of threads per block. Blocks have few threads if shared memory has space for several blocks.
 constexpr int kFewThreads = 384;
 constexpr int kManyThreads = 768;
 constexpr int kEntriesInFlight = 4;
 constexpr int kRowBits = 6;  // bits of an entry's row in the window, below the source
 constexpr std::uint32_t kRowMask = (1u << kRowBits) - 1;
-constexpr std::uint32_t kNoEntry = 0xffffffffu;  // its source is greater than any other
+constexpr std::uint32_t kNoEntry = 0xffffffffu;  // a word whose source is greater than any other source
 constexpr std::uint32_t kSole = 0x80000000u;     // all entries of the source are in this strip
 
-// Lanes that share the k kept columns of a source, kVec each: a power of two.
+// Number of lanes that share the k kept columns of a source, kVec columns each; a power of two.
 inline int lanes_for(std::int64_t k, int vec) {
   int lanes = 1;
   while (lanes < kWarp && lanes * vec < k) lanes *= 2;
@@ -52,7 +53,7 @@ __device__ __forceinline__ Pack<Id, kVec> load_ids(const KeptIdsView& ids, std::
   }
 }
 
-// Calls f with the type of the ids and with the number of ids per lane: 4 if rows allow it.
+// Calls f with the C++ type of the ids and with the number of ids per lane, which is 4 if rows allow it.
 template <typename F>
 void with_ids(const KeptIdsView& ids, F&& f) {
   const auto pick = [&](auto id, auto one, auto four) {
@@ -84,7 +85,7 @@ __device__ __forceinline__ void add_to(float* to, const float (&sum)[kVec]) {
   }
 }
 
-// Clears the results of sources that no plain store writes.
+// Clears the results of sources that are summed by additions instead of one plain store.
 template <int kVec>
 __global__ void zero_sources_kernel(const std::int32_t* source, std::int64_t count, std::int64_t k,
                                     float* sum) {
@@ -112,8 +113,8 @@ __device__ __forceinline__ void copy_16_bytes(void* to, const void* from, std::u
                : "memory");
 }
 
-// Copies `count` rows of the gradient next to each other, a warp per row, 16 bytes at a time if addresses
-// allow it.
+// Copies `count` rows of the gradient to consecutive rows in shared memory. A warp copies one row, 16 bytes
+// at a time if addresses allow it.
 template <int kWindowThreads, typename T>
 __device__ __forceinline__ void copy_rows(const DenseView& grad, std::int64_t first_row, int count, int width,
                                           bool in_pieces, T* to) {
@@ -134,7 +135,7 @@ __device__ __forceinline__ void copy_rows(const DenseView& grad, std::int64_t fi
   __pipeline_commit();
 }
 
-// Factor of an entry of a row: its value, and the row's scale.
+// The factor of an entry: its value times the scale of its row.
 template <typename T>
 __device__ __forceinline__ float weight_of(const SsdBackwardWindowsArgs& args, std::int64_t entry,
                                            float row_scale) {
@@ -145,7 +146,7 @@ __device__ __forceinline__ float weight_of(const SsdBackwardWindowsArgs& args, s
   return row_scale * load_value<T>(args.value, args.value.dtype == args.dtype, position);
 }
 
-// Adds a strip's sum to its source, or stores it if the source has no other strip.
+// Adds a strip's sum to the result of its source, or stores the sum if the source has no other strip.
 template <int kVec>
 __device__ __forceinline__ void finish_source(const SsdBackwardWindowsArgs& args, std::uint32_t source,
                                               bool sole, int first, float (&sum)[kVec]) {
@@ -165,7 +166,8 @@ __device__ __forceinline__ void finish_source(const SsdBackwardWindowsArgs& args
   }
 }
 
-// kWeighted: entries have values or rows have scales. A separate kernel without both needs fewer registers.
+// kWeighted: entries have values, or rows have scales. A separate kernel for calls with neither needs fewer
+// registers.
 template <typename T, typename Id, int kVec, int kWindowThreads, bool kWeighted>
 __global__ void __launch_bounds__(kWindowThreads, kWindowThreads == kFewThreads ? 3 : 1)
     ssd_backward_windows_kernel(const SsdBackwardWindowsArgs args, bool in_pieces, int lanes) {
@@ -186,7 +188,7 @@ __global__ void __launch_bounds__(kWindowThreads, kWindowThreads == kFewThreads 
   const int strip = args.a.strip;
   __pipeline_wait_prior(0);
   __syncthreads();
-  wait_for_kernel_before();  // that kernel clears the sums
+  wait_for_kernel_before();  // the previous kernel clears the sums
 
   for (int c = threadIdx.x % lanes * kVec; c < k; c += lanes * kVec) {
     for (int begin = threadIdx.x / lanes * strip; begin < slice.length;
@@ -219,7 +221,7 @@ __global__ void __launch_bounds__(kWindowThreads, kWindowThreads == kFewThreads 
           if constexpr (kWeighted) weight = weight_of<T>(args, entry + u - args.a.entry, row_scale[row]);
 #pragma unroll
           for (int i = 0; i < kVec; ++i) sum[i] += weight * widen(rows[row * width + ids[u].lane[i]]);
-          if ((word[u] ^ word[u + 1]) > kRowMask) {  // the last entry of its source
+          if ((word[u] ^ word[u + 1]) > kRowMask) {  // the last entry of its source in the strip
             finish_source(args, (word[u] & ~kSole) >> kRowBits, (word[u] & kSole) != 0, c, sum);
 #pragma unroll
             for (int i = 0; i < kVec; ++i) sum[i] = 0;
@@ -230,7 +232,7 @@ __global__ void __launch_bounds__(kWindowThreads, kWindowThreads == kFewThreads 
   }
 }
 
-// Casts the sums, 16 bytes of results per thread.
+// Converts the sums to the result's dtype, 16 bytes of results per thread.
 template <typename T>
 __global__ void cast_sums_kernel(const float* sum, std::int64_t count, T* out) {
   constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
@@ -325,8 +327,8 @@ __global__ void __launch_bounds__(kThreads) ssd_backward_kernel(const SsdBackwar
       for (int base = block; base < end; base += kEntriesInFlight) {
         std::int64_t row[kEntriesInFlight];
         A look_up[kEntriesInFlight];
-        // Entries beyond the end repeat the last one: without branches, all loads are in flight at once, also
-        // in short rows.
+        // Entries beyond the end repeat the last entry, so that there are no branches and all loads are in
+        // flight at once, also in short rows.
 #pragma unroll
         for (int u = 0; u < kEntriesInFlight; ++u) {
           row[u] = __ldg(args.a_t.col + slice.begin + min(base + u, end - 1));
@@ -388,7 +390,7 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % lanes, group = threadIdx.x % kWarp / lanes;
   const int k = static_cast<int>(args.ids.k), groups = kWarp / lanes;
 
-  // All groups of the warp loop together, because they shuffle.
+  // All groups of the warp loop together, because they exchange numbers by shuffles.
   for (int base = 0; base < slice.length; base += groups) {
     const bool live = base + group < slice.length;
     const std::int64_t entry = slice.begin + base + group;

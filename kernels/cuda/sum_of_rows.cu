@@ -1,11 +1,11 @@
 // Sums of the columns of a tall matrix, for the gradient of a bias: one pass over the matrix, in float64.
-// PyTorch's sum leaves most of the GPU idle, and a product with ones adds in float32.
+// PyTorch's sum leaves most of the GPU idle, and a product with a vector of ones adds in float32.
 //
 // Rows are divided into parts, a few per multiprocessor. In a block of threads, lane x of `columns` handles
-// kVec columns with one 16-byte load each, and line y handles every (kThreads / columns)-th row of the part.
-// Four rows are loaded ahead and added pairwise in the accumulation type. All further sums are in float64, in
-// an order that depends on the sizes alone: first the lines of a block, then the parts (combine_kernel). So
-// sums whose terms cancel stay accurate, and every run gives the same bits.
+// kVec columns with one 16-byte load each, and line y of threads handles every (kThreads / columns)-th row of
+// the part. Four rows are loaded ahead and added pairwise in the accumulation type. All further sums are in
+// float64, in an order that depends only on the sizes: first the lines of a block, then the parts
+// (combine_kernel). So sums whose terms cancel stay accurate, and every run gives the same bits.
 //
 // Sums of one call (the gradients of a layer's biases) share one launch of each kernel, because small
 // matrices take less time than launches.
@@ -65,7 +65,7 @@ __device__ __forceinline__ void add_part(const SumOfRowsArgs& args, const int co
   __syncthreads();
   if (y > 0 || column >= args.width) return;
   double* out = args.partial + blockIdx.y * args.width + column;
-  // Line by line: the loads of a line overlap, and the code stays short.
+  // Lines are added in a loop that is not unrolled: the loads of a line overlap, and the code stays short.
 #pragma unroll 1
   for (int line = 1; line < lines; ++line) {
 #pragma unroll
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) parts_kernel(const SumOfRowsArgs arg
   add_part<T, kVec>(args, columns, sums);
 }
 
-// One matrix of T or float32 per blockIdx.z.
+// Sums one matrix of T or float32 per blockIdx.z.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) parts_of_each_kernel(const __grid_constant__ Sums sums) {
   constexpr int kVec = 16 / sizeof(T);
@@ -102,7 +102,8 @@ __device__ __forceinline__ void store(void* to, std::int64_t at, double number) 
   static_cast<T*>(to)[at] = narrow<T>(static_cast<Acc<T>>(number));
 }
 
-// Each lane handles one column, each of the 32 warps every 32nd part; one matrix per blockIdx.y.
+// Adds the parts of one matrix per blockIdx.y. Each lane handles one column, and each of the 32 warps every
+// 32nd part.
 __global__ void __launch_bounds__(kWarp* kWarp) combine_kernel(const __grid_constant__ Sums all) {
   __shared__ double sums[kWarp][kWarp];
   const SumOfRowsArgs& args = all.of[blockIdx.y];
@@ -135,7 +136,7 @@ bool is_packed(const SumOfRowsArgs& args) {
   return vector_width<T>({args.width, args.row_stride}, {args.rows}) == 16 / static_cast<int>(sizeof(T));
 }
 
-// Columns per block if `vec` elements are read at a time.
+// Number of columns per block, if `vec` elements are read at a time.
 int columns_of(const SumOfRowsArgs& args, std::int64_t vec) {
   int columns = 1;
   while (columns < args.width / vec && columns < kThreads) columns *= 2;

@@ -1,11 +1,11 @@
 // Recomputes the gradient of a linear map's weight where it is not finite, without the rows whose gradient is
-// 0: 0 times NaN is NaN, and a row that no edge reads must not change the weight.
+// 0. The reason is that 0 times NaN is NaN, and a row that no edge reads must not change the weight.
 //
-// The host would have to wait for the device to know whether a product is finite, so this kernel is launched
-// after every product. A block checks kColumns columns of one part of the product and ends at once if they
-// are finite: that reads the product once, mostly from the L2 cache. Otherwise the block computes them again:
-// a lane has kWidth columns of the gradient, and a warp handles every kWarps-th row. The order of the
-// additions is fixed. The kernel checks whether a row's gradient is 0 only if the row is NaN or infinite.
+// The host would have to wait for the device to know if a product is finite, so this kernel is launched after
+// every product. A block checks kColumns columns of one part of the product, and ends at once if they are
+// finite. The check reads the product once, mostly from the L2 cache. Otherwise, the block recomputes these
+// columns: a lane has kWidth columns of the gradient, and a warp handles every kWarps-th row. The order of
+// the additions is fixed. The kernel checks if a row's gradient is 0 only if the row is NaN or infinite.
 
 #include <cmath>
 
@@ -17,8 +17,8 @@ namespace weight_gradient_detail {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kColumns = 4;  // columns of x per block
-constexpr int kWidth = 4;    // columns of the gradient per lane
+constexpr int kColumns = 4;  // number of columns of x per block
+constexpr int kWidth = 4;    // number of columns of the gradient per lane
 
 __device__ __forceinline__ bool is_finite_at(const void* out, Dtype dtype, std::int64_t at) {
   switch (dtype) {

@@ -14,7 +14,7 @@ __device__ __forceinline__ float leaky_relu_up_to_1(float x, float negative_slop
   return fmaxf(x, negative_slope * x);
 }
 
-// The derivative of the leaky ReLU; at 0 it is the slope, as in PyTorch.
+// The derivative of the leaky ReLU at x. At 0, it is negative_slope, as in PyTorch.
 __device__ __forceinline__ float leaky_relu_slope(float x, float negative_slope) {
   return x > 0 ? 1.0f : negative_slope;
 }

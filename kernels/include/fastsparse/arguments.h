@@ -1,5 +1,5 @@
-// Lists of the Python arguments that fill the fields of a struct. The list follows the struct and is the only
-// declaration of its arguments: parsing, error messages and `_C.pyi` are generated from it.
+// Lists of the Python arguments that fill the fields of a struct. A list follows its struct and is the only
+// declaration of the arguments: parsing, error messages and `_C.pyi` are generated from it.
 //
 //   FASTSPARSE_ARGUMENTS(MaskRowsArgs, FIELDS(dense), NUM_ROWS(num_rows), WIDTH(width), DTYPE(dtype),
 //                        FIELDS(kept, out));
@@ -16,7 +16,8 @@
 //   OBJECT(field, type)   an unconverted PyObject*, of that type in the stub
 //   DROPOUT(field)        `dropout_p` and `seed`
 //
-// Facts fill a field from the argument before them, or leave it as it is if that argument is None:
+// Facts read a property of the argument before them into a field. If that argument is None, they leave the
+// field unchanged:
 //
 //   ALSO(field)           the same argument, read as that field's type
 //   NUM_ROWS(field), WIDTH(field), STRIDE(field), DTYPE(field)
@@ -47,14 +48,14 @@ struct EdgeValueView;
 struct KeptIdsView;
 class Given;
 
-// Python type of a field, for the stub and for messages.
+// The Python type of a field, for the stub and for error messages.
 struct Kind {
   const char* stub;
   const char* words;
 };
 constexpr Kind kRows{"_Rows", "a tensor or None"};
 
-// An entry of a list. Facts have no name.
+// One argument of a list, or a fact. Facts have no name.
 struct Argument {
   using Read = void (*)(Given& given, char* args, const Argument& argument);
 
@@ -66,7 +67,7 @@ struct Argument {
   bool is_optional;
 };
 
-// The list of a struct, under the struct's name or another one.
+// The list of a struct. List: the name of the list, usually the struct itself.
 template <typename Struct>
 struct Declared;
 
@@ -101,7 +102,7 @@ constexpr Kind kind_of() {
   }
 }
 
-// How a field is read (packing.h).
+// Reads a field from a Python object (packing.h).
 template <typename T>
 void read_field(Given& given, char* args, const Argument& argument);
 void read_num_rows(Given& given, char* args, const Argument& argument);
@@ -125,7 +126,7 @@ constexpr Argument matrix(const char* name, std::size_t at) {
   return {name, kRows, read_field<Field>, at, 0, false};
 }
 
-// `T`: the type that `read` writes.
+// T: the C++ type as which `read` writes the field.
 template <typename T, typename Field>
 constexpr Argument fact(std::size_t at, Argument::Read read, std::size_t also = 0) {
   static_assert(std::is_same_v<T, Field>);

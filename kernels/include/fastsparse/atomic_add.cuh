@@ -1,4 +1,5 @@
-// Sums in any order by float atomics, 16 bytes at a time if the architecture supports it (sm_90).
+// Float atomics that add numbers to memory in any order, 16 bytes at a time if the architecture supports it
+// (sm_90).
 #pragma once
 
 namespace fastsparse::cuda {

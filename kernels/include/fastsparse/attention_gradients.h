@@ -1,4 +1,4 @@
-// Attention's backward pass on the CPU, with gradients that are columns of a wider matrix.
+// Attention's backward pass on the CPU, if gradients are columns of a wider matrix.
 #pragma once
 
 #include "fastsparse/views.h"

@@ -1,4 +1,5 @@
-// The parts of an attention layer around the attention itself, on CUDA: cuda/attention_layer_parts.cu.
+// The kernels that an attention layer launches before and after attention, on CUDA:
+// cuda/attention_layer_parts.cu.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,13 +9,13 @@
 namespace fastsparse::cuda {
 
 struct ScoreGradients {
-  HeadScoresArgs scores;  // `scores` has the gradients
-  DenseView grad;         // gradient of the result; null data: its sum is not computed
+  HeadScoresArgs scores;  // here, `scores.scores` has the gradients of the scores
+  DenseView grad;         // gradient of the layer's result; null data: its sum is not computed
   void* grad_v;           // contiguous; this kernel adds to it
   float* partial;         // (blocks, 3, width)
 };
 
-// Sums of ds_ih v_ih for both vectors, and of `grad`.
+// Results of the sums over rows: ds_ih v_ih for both vectors, and `grad`.
 struct ScoreSums {
   void* to[3];  // null: not computed
   Dtype dtype[3];

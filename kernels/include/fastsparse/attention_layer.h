@@ -1,5 +1,5 @@
-// The attention of a layer, with one call per pass. The results of its linear maps are side by side in one
-// matrix, (num_nodes, num_linears * heads * head_width), and so are their gradients.
+// The attention of a layer, with one call per pass. The results of the layer's linear maps are stored next to
+// each other in one matrix, (num_nodes, num_linears * heads * head_width), and so are their gradients.
 #pragma once
 
 #include "fastsparse/head_scores.h"
@@ -23,14 +23,15 @@ FASTSPARSE_ARGUMENTS(AttentionLayer, AS(structure, a),
 // Arguments of both passes.
 struct AttentionLayerCall {
   void* joint;               // (num_nodes, num_linears * heads * head_width)
-  const void* first_vector;  // additive: of the sources; GATv2: att
+  const void* first_vector;  // additive: vector of the sources, (heads, head_width) in the accumulation type;
+                             // GATv2: att
   const void* second_vector;
   DenseView edge;
   DenseView edge_weight;
   std::int64_t edge_width;
   const void* edge_scores;  // additive: (num_values, heads) in the accumulation type; null: 0
-  void* state;  // (num_nodes, heads) in the accumulation type: additive: scores of sources and destinations,
-                // then, as for the others, log-sum-exp
+  void* state;  // (num_nodes, heads) arrays in the accumulation type. Additive: scores of sources, scores of
+                // destinations, log-sum-exp; otherwise: only log-sum-exp
   Dropout dropout;
   double keep_scale;
 };
@@ -51,10 +52,10 @@ struct AttentionLayerBackward {
   AttentionLayerCall call;
   DenseView grad;
   void* grad_joint;  // has the shape of joint
-  void* grad_first;  // gradients of the vectors, in the accumulation type. These and the next ones: null: not
-                     // computed
+  void* grad_first;  // gradients of the vectors, in the accumulation type; null for these and all following
+                     // fields: not computed
   void* grad_second;
-  void* work;  // the same as in AttentionCsrBackwardArgs
+  void* work;  // (num_values, heads, 2), see AttentionCsrBackwardArgs
   void* grad_edge;
   void* grad_edge_weight;
   void* grad_bias;      // (width) in the accumulation type
@@ -79,10 +80,10 @@ struct CudaAttentionLayerArgs {
   float scale;               // dot products: factor of the scores; otherwise: slope of the leaky ReLU
   CsrView a, a_t;            // a_t, split_t, blocks_t and num_slots_t: backward pass only
   RowSplitView split, split_t;
-  bool on_blocks;  // dot products: whether they read blocks instead of rows
+  bool on_blocks;  // dot products: whether attention reads blocks instead of rows
   BsbView blocks, blocks_t;
   std::int64_t num_slots, num_slots_t;
-  std::int64_t num_values;  // dot products that read rows
+  std::int64_t num_values;  // only for dot products that read rows
   std::int64_t att_rows;    // GATv2, backward: see Gatv2AttentionBackwardArgs
   std::int64_t num_parts;   // largest number of parts of a sum over nodes
   Dropout dropout;
@@ -93,9 +94,9 @@ struct CudaAttentionLayerArgs {
   const void* bias;         // forward: (width); null: 0
   bool bias_is_float;       // whether the bias is float32 instead of dtype
   void* out;                // (num_nodes, width): result of attention alone
-  void* result;             // forward: `out` plus the added terms; may be `out`
+  void* result;             // forward: `out` plus bias and skip term; may be the same memory as `out`
   void* state;  // additive: float32 (3, num_nodes, heads): scores of sources, of destinations, log-sum-exp;
-                // others: (num_nodes, heads): log-sum-exp, float32 or, on blocks, float64
+                // otherwise (num_nodes, heads): log-sum-exp, in float64 on blocks and else in float32
   float* scratch;
 
   DenseView grad;  // (num_nodes, width); this and all following fields: backward pass only
@@ -121,11 +122,11 @@ FASTSPARSE_ARGUMENTS_AS(CudaAttentionLayerBackward, CudaAttentionLayerArgs, FIEL
 
 constexpr int kMostLinears = 4;
 
-// Stacks the weights of a layer's linear maps, and their biases, in the dtype of the product. They have that
-// dtype or float32.
+// Stacks the weights and the biases of a layer's linear maps, and converts them to `to_dtype`. Weights and
+// biases have that dtype or float32.
 struct StackedMapsArgs {
-  const void* weights[kMostLinears];  // weight_size numbers each
-  const void* biases[kMostLinears];   // bias_size numbers each; bias_size 0: there are none
+  const void* weights[kMostLinears];  // weight_size elements each
+  const void* biases[kMostLinears];   // bias_size elements each; bias_size is 0 without biases
   std::int64_t num_linears;
   std::int64_t weight_size;
   std::int64_t bias_size;

@@ -1,15 +1,17 @@
 // Shared code of the fused attention kernels: tiles of gathered rows in shared memory, filled by asynchronous
 // copies, and products with them on tensor cores. lane = 4 g + t throughout.
 //
-// A warp works alone, on the 8 rows of a window ("own" rows) and the 16 vectors of one block after the other.
-// A tile holds the gathered rows of a block's 16 vectors for kHeads heads. Two products take it as it is:
+// A warp works without other warps, on the 8 rows of a window ("own" rows) and the 16 vectors of one block
+// after another. A tile has the gathered rows of a block's 16 vectors for kHeads heads. Two products read the
+// tile:
 //   - multiply_rows: 16 vectors x 8 own rows, the sum over a head's features (K Q^T);
-//   - add_columns: features x 8 own rows, the sum over the vectors, with weights from the first (V^T P^T).
-// Between them a thread owns 4 entries of the block, as the tensor cores leave them (Owned). In 16-bit
-// formats the tile is the first operand of both products, and the weights are transposed on their way to the
-// second. In float32 the own rows are the first operand of the first product: they fill half of its 16 rows
-// and their second TF32 terms the other half, and the weights already are as the second product wants them.
-// Vector 4q + 2j + e of a block is in row 8j + 2q + e of a tile.
+//   - add_columns: features x 8 own rows, the sum over the vectors, with the weights that the first product
+//     gave (V^T P^T).
+// Between the products, a thread owns 4 entries of the block, as the tensor cores distribute them (Owned). In
+// 16-bit formats, the tile is the first operand of both products, and the weights are transposed before the
+// second. In float32, the own rows are the first operand of the first product. They fill half of its 16 rows,
+// and their second TF32 terms fill the other half. Then the weights already have the layout of the second
+// product. Vector 4q + 2j + e of a block is in row 8j + 2q + e of a tile.
 #pragma once
 
 #include <type_traits>
@@ -20,7 +22,7 @@
 
 namespace fastsparse::cuda::attention {
 
-constexpr int kPieceBytes = 16;  // size of one lane's copy
+constexpr int kPieceBytes = 16;  // bytes that one lane copies at once
 constexpr int kBlockBytes = 4 * kQuadWords * kBlockQuads;
 constexpr int kQuadBytes = 4 * kQuadWords;
 constexpr int kMaskByte = 4 * kMaskWord;  // offset of a quad's first mask
@@ -42,7 +44,7 @@ struct Shape {
   static constexpr int kRowBytes = kPieces * kPieceBytes;
   static constexpr int kTileBytes = kBlockVectors * kRowBytes;
   static constexpr int kOwnBytes = kRows * kRowBytes;
-  static constexpr int kHeadTiles = kHeadWidth / 16;  // 16 features x 8 rows of results
+  static constexpr int kHeadTiles = kHeadWidth / 16;  // a head tile has 16 features x 8 rows of results
   static constexpr int kTiles = kHeads * kHeadTiles;
   // Copying: kLanes neighbouring lanes copy one row, in kParts copies each.
   static constexpr int kLanes = kPieces < 8 ? kPieces : 8;
@@ -81,7 +83,7 @@ __device__ __forceinline__ void wait_for_copies() {
   __syncwarp();
 }
 
-// Four 8 x 16-byte matrices; lane 8i + r gives the address of row r of matrix i.
+// Loads four matrices of 8 rows of 16 bytes; lane 8i + r gives the address of row r of matrix i.
 __device__ __forceinline__ void load_matrices(std::uint32_t (&m)[4], std::uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -147,7 +149,7 @@ __device__ __forceinline__ void store_shared(std::uint32_t to, std::uint32_t v) 
 }
 
 __device__ __forceinline__ float exp2_approx(
-    float x) {  // within 2 ulp; exp2f has additional instructions for denormals
+    float x) {  // error up to 2 ulp; exp2f has additional instructions for denormals
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -164,8 +166,8 @@ __device__ __forceinline__ std::uint32_t pack_pair(float low, float high) {
   }
 }
 
-// v rounded to TF32, and the rest, whose TF32 value has an error below 2^-24 of v. With one term, the
-// conversion instruction keeps NaN; with two, the rest is NaN.
+// Splits v into v rounded to TF32, and the rest, which is rounded to TF32 with an error below 2^-24 of v. If
+// v is NaN: with one term, the conversion instruction keeps NaN; with two terms, the rest is NaN.
 template <int kTerms>
 __device__ __forceinline__ void split_tf32(float v, std::uint32_t& high, std::uint32_t& low) {
   if constexpr (kTerms > 1) {
@@ -186,7 +188,7 @@ __device__ __forceinline__ std::uint32_t place(int row, int piece) {
   return row * S::kRowBytes + (piece ^ swizzle) * kPieceBytes;
 }
 
-// A table of rows, with the pieces of each row that one lane copies for a group of heads.
+// The rows of a matrix, for a group of heads: the addresses of the pieces that this lane copies.
 template <typename S>
 class Table {
  public:
@@ -210,13 +212,14 @@ class Table {
   __device__ __forceinline__ const char* row(std::uint32_t row) const {
     return row_address(address_, row, row_bytes_);
   }
-  // Bytes from the lane's first piece to a part.
+  // Distance, in bytes, from the lane's first piece to the piece of a part.
   __device__ __forceinline__ std::uint32_t offset(int part) const {
     return part_head(part) * head_bytes_ + part_inner(part);
   }
   __device__ __forceinline__ bool present(int part) const { return (present_ >> part) & 1u; }
 
-  // Starts copying a part of a row to shared memory; pieces that the heads do not have become 0.
+  // Starts copying a part of a row to shared memory. Pieces beyond the last head, or beyond a head's width,
+  // become 0.
   __device__ __forceinline__ void copy(std::uint32_t to, const char* row, int part,
                                        bool wanted = true) const {
     copy_async(to, row + offset(part), wanted && present(part) ? kPieceBytes : 0);
@@ -236,7 +239,7 @@ class Table {
   std::uint32_t present_;  // bit per part
 };
 
-// Copies the 16 rows of a block; `column` has the columns of this quarter of the warp.
+// Copies the 16 gathered rows of a block; `column` has the columns that this quarter of the warp copies.
 template <typename S>
 __device__ __forceinline__ void copy_tile(std::uint32_t tile, const Table<S>& table,
                                           const std::uint32_t (&column)[kOwned], int lane) {
@@ -253,7 +256,8 @@ __device__ __forceinline__ void copy_tile(std::uint32_t tile, const Table<S>& ta
   }
 }
 
-// Copies the quads of a block, for its masks; only `left` quads exist, the others become 0.
+// Copies the quads of a block, because its masks are read later. Only `left` quads exist; the others become
+// 0.
 __device__ __forceinline__ void copy_block(std::uint32_t to, const std::uint32_t* quads, int left, int lane) {
   static_assert(kQuadBytes == kPieceBytes);
   if (lane < kBlockQuads) {
@@ -261,7 +265,7 @@ __device__ __forceinline__ void copy_block(std::uint32_t to, const std::uint32_t
   }
 }
 
-// Calls f(row of the window, part, place) for what this lane copies of a window's own rows.
+// Calls f(row of the window, part, place) for every piece of a window's own rows that this lane copies.
 template <typename S, typename F>
 __device__ __forceinline__ void for_own_pieces(int lane, F&& f) {
 #pragma unroll
@@ -283,7 +287,8 @@ __device__ __forceinline__ void copy_own(std::uint32_t to, const Table<S>& table
   });
 }
 
-// Own rows as an operand of the tensor cores: word i holds piece i of row g, the pair (or number) t.
+// Own rows as an operand of the tensor cores: word i is, of piece i of row g, the t-th pair (float32:
+// number).
 template <typename S>
 __device__ __forceinline__ void load_own(std::uint32_t (&own)[S::kPieces], std::uint32_t from, int lane) {
 #pragma unroll
@@ -305,9 +310,9 @@ __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t tile, int 
   return (first ^ piece % 8 * kPieceBytes) + piece / 8 * 8 * kPieceBytes;
 }
 
-// score[i] = <own row, gathered row> of the thread's i-th entry (Owned), over the features of `head`. The
-// bits are the same if own and gathered rows are swapped: the passes must agree on scores of 10,000, whose
-// rounding changes a weight by 1e-3.
+// score[i] = <own row, gathered row> of the thread's i-th entry (Owned), over the features of `head`. If own
+// and gathered rows are swapped, the result has the same bits, because forward and backward passes must
+// agree: rounding a score of 10,000 differently changes its weight by 1e-3.
 template <typename S, int kTerms>
 __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std::uint32_t (&own)[S::kPieces],
                                               std::uint32_t tile, int head, int lane) {
@@ -360,14 +365,14 @@ __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std:
   }
 }
 
-// Feature of a tile's row that sum[f][i] belongs to; its own row is 2t + i % 2.
+// The feature of a tile's row to which sum[f][i] belongs. Its own row is 2t + i % 2.
 template <typename S>
 __device__ __forceinline__ int feature_of(int f, int i, int g) {
   return S::kFloat ? 32 * (f / 2) + 4 * g + 2 * (f % 2) + i / 2 : 16 * f + 8 * (i / 2) + g;
 }
 
-// sum[f] += gathered features x weights of rows 2t, 2t + 1 (feature_of says which), for the features of
-// `head`. weight[i] is that of the thread's i-th entry.
+// sum[f] += gathered features x weights of own rows 2t and 2t + 1, for the features of `head` (see
+// feature_of). weight[i] is the weight of the thread's i-th entry.
 template <typename S, int kTerms>
 __device__ __forceinline__ void add_columns(float (&sum)[S::kTiles][4], std::uint32_t tile,
                                             const float (&weight)[kOwned], int head, int lane) {
@@ -387,7 +392,7 @@ __device__ __forceinline__ void add_columns(float (&sum)[S::kTiles][4], std::uin
     for (int i = 0; i < kOwned; ++i) split_tf32<kTerms>(weight[i], b[i], b_low[i]);
 #pragma unroll
     for (int f = head * S::kHeadTiles; f < (head + 1) * S::kHeadTiles; f += 2) {
-      float fresh[2][4] = {};  // added at once, because ordinary additions round to nearest
+      float fresh[2][4] = {};  // tensor cores truncate, so `sum` is added in float32
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const uint4 even = load_shared(tile + place<S>(8 * j + 2 * t, 4 * f + g));
@@ -414,8 +419,9 @@ __device__ __forceinline__ void add_columns(float (&sum)[S::kTiles][4], std::uin
   }
 }
 
-// As add_columns, but entry by entry, for tiles that hold infinity or NaN: add_columns would multiply them by
-// the weights 0 of rows without the entry. `block` is the address of the block's quads.
+// Does the same as add_columns, but entry by entry, for tiles with infinity or NaN. In add_columns, such a
+// number would reach own rows without that entry, because 0 times infinity is NaN. `block` is the address of
+// the block's quads.
 template <typename S>
 __device__ __forceinline__ void add_entries(float (&sum)[S::kTiles][4], std::uint32_t tile,
                                             std::uint32_t block, const float (&weight)[kOwned], int head,
@@ -457,7 +463,7 @@ __device__ __forceinline__ void add_entries(float (&sum)[S::kTiles][4], std::uin
   }
 }
 
-// Whether the sums in all lanes are finite.
+// Tells if the sums in all lanes are finite.
 template <typename S>
 __device__ __forceinline__ bool finite(const float (&sum)[S::kTiles][4]) {
   float zero = 0;
@@ -471,14 +477,15 @@ __device__ __forceinline__ bool finite(const float (&sum)[S::kTiles][4]) {
 
 // ---------------------------------------------------------------- results
 
-// The output of a window: the heads from first_head on, in a (rows, heads * head_width) matrix.
+// The matrix (rows, heads * head_width) to which a window's results are written, from head first_head on.
 struct Target {
   void* data;
   std::int64_t heads;
   std::int64_t head_width;
 };
 
-// Stores rows that only this warp computes, through shared memory, so that stores are whole pieces.
+// Stores rows that only this warp computes. They pass through shared memory, so that every lane stores whole
+// pieces.
 template <typename S>
 __device__ __forceinline__ void store_rows(const Target& target, const float (&sum)[S::kTiles][4],
                                            std::uint32_t scratch, const WindowRow& window_row,
@@ -517,7 +524,7 @@ __device__ __forceinline__ void store_rows(const Target& target, const float (&s
   __syncwarp();
 }
 
-// Partial sums (num_slots, 8, heads * head_width) of a window that several warps compute.
+// Stores partial sums, (num_slots, 8, heads * head_width), of a window that several warps compute.
 template <typename S>
 __device__ __forceinline__ void store_partial(const Target& target, const float (&sum)[S::kTiles][4],
                                               std::int64_t slot, std::int64_t first_head, int lane) {
@@ -527,7 +534,7 @@ __device__ __forceinline__ void store_partial(const Target& target, const float 
                 first_head * target.head_width + feature0;
   const int left =
       static_cast<int>(target.head_width) - feature0;  // number of the head's features from feature0 on
-  // All addresses are these two and a constant.
+  // The compiler adds only constants to the addresses `even` and `odd` in the inner loops.
 #pragma unroll
   for (int h = 0; h < S::kHeads; ++h, even += target.head_width) {
     if (first_head + h >= target.heads) return;
@@ -560,7 +567,7 @@ struct Owned {
   static __device__ __forceinline__ int vector(int nth, int lane) {
     return S::kFloat ? lane % 4 * 4 + nth : lane / 8 * 4 + lane / 4 % 2 + 2 * nth;
   }
-  // Whether this thread stores the results of its rows.
+  // Tells if this thread stores the results of its rows.
   static __device__ __forceinline__ bool stores(int lane) { return S::kFloat ? lane % 4 == 0 : lane < 4; }
 
   // Combines the values of the threads that have the same row.
@@ -613,10 +620,10 @@ class Entries {
     const std::uint32_t at = block_ + vector / kOwned * kQuadBytes + vector % kOwned * 3;
     return load_shared_byte(at) | load_shared_byte(at + 1) << 8 | load_shared_byte(at + 2) << 16;
   }
-  // Random bits of dropout for `factor`, for heads first_head and following. With several heads in 16-bit
-  // formats, bit h * kOwned + i is set if entry i is kept. A loop makes them. It runs only as often as a
-  // thread of the warp has entries, because unrolled, it takes a fifth of a kernel's time. With one head, and
-  // in float32, the loop would spill registers.
+  // Random bits of dropout, from which `factor` reads, for the heads from first_head on. With several heads
+  // in 16-bit formats, bit h * kOwned + i is set if entry i of head first_head + h is kept. These bits are
+  // computed in a loop that runs only as often as some thread of the warp has entries. An unrolled loop would
+  // take a fifth of a kernel's time. With one head, and in float32, the loop would spill registers.
   template <bool kTransposed>
   __device__ __forceinline__ std::uint32_t draw(const Dropout& dropout, const WindowRow& window_row,
                                                 std::int64_t window, std::int64_t first_head) const {
@@ -639,7 +646,8 @@ class Entries {
     }
     return kept;
   }
-  // Dropout's factor of entry i, which is present, and head first_head + h. drawn: result of `draw`.
+  // The dropout factor of entry i, which must be present, and head first_head + h. drawn: the result of
+  // `draw`.
   template <bool kTransposed>
   __device__ __forceinline__ float factor(const Dropout& dropout, std::uint32_t drawn, int i, int h,
                                           const WindowRow& window_row, std::int64_t window,
@@ -668,7 +676,7 @@ class Entries {
                                         : static_cast<const std::int32_t*>(a.value_id)[at];
     }
   }
-  // Bias of an entry and head in powers of two; 0 if there is none.
+  // The bias of an entry and head, times log2(e), because weights are powers of two; 0 without a bias.
   __device__ __forceinline__ float bias(const AttentionBsbInput& input, int i, std::int64_t position,
                                         std::int64_t head) const {
     if (input.bias.data == nullptr || !present(i) || head >= input.heads) return 0;
@@ -690,7 +698,7 @@ class Entries {
     const std::uint32_t other = column(i);
     return kTransposed ? RowAndColumn{other, own} : RowAndColumn{own, other};
   }
-  // The quad of the block that has the thread's entries, and its masks.
+  // The quad of the block that has the thread's entries; then the masks of this quad.
   __device__ __forceinline__ int quad() const { return S::kFloat ? lane_ % 4 : lane_ / 8; }
   __device__ __forceinline__ std::uint32_t masks() const {
     return load_shared_word(block_ + quad() * kQuadBytes + kMaskByte);
@@ -703,8 +711,8 @@ class Entries {
 
 // ---------------------------------------------------------------- launching
 
-// Lets a kernel use `bytes` of shared memory per block, and asks for the largest share of shared memory in
-// the L1.
+// Lets a kernel use `bytes` of shared memory per block, and requests that as much of the L1 cache as possible
+// becomes shared memory.
 template <typename Kernel>
 cudaError_t prepare_kernel(Kernel* kernel, int bytes) {
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
@@ -713,8 +721,8 @@ cudaError_t prepare_kernel(Kernel* kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-// Whether one kernel is used with and without bias and dropout. So it is for wide heads: their products take
-// so long that testing for both takes no measurable time, and there are enough registers.
+// True if the same kernel runs with and without bias and dropout. That holds for wide heads: their products
+// take so long that testing for bias and dropout takes no measurable time, and there are enough registers.
 template <typename S>
 inline constexpr bool kAlwaysExtras = !S::kFloat && S::kHeadWidth == 256;
 
@@ -756,8 +764,8 @@ bool with_shape_float(std::int64_t width, std::int64_t heads, Launch& launch) {
   return true;
 }
 
-// Calls launch.run<Shape, TF32 terms>() with the narrowest shape for the heads; returns false if there is
-// none.
+// Calls launch.run<Shape, TF32 terms>() with the narrowest shape that the heads fit. Returns false if there
+// is no such shape.
 template <typename Launch>
 bool with_shape(const AttentionBsbInput& input, Launch& launch) {
   const std::int64_t width = input.head_width > input.value_width ? input.head_width : input.value_width;

@@ -7,9 +7,9 @@
 
 namespace fastsparse {
 
-// Arguments of both passes: features in contiguous rows, and which rows count.
+// Arguments of both passes: features in contiguous rows, and the mask that selects rows.
 struct MaskedRows {
-  const void* x;  // (num_rows, width), not float64
+  const void* x;  // (num_rows, width) in any dtype except float64
   std::int64_t num_rows, width;
   Dtype dtype;
   const bool* mask;    // (num_rows,)
@@ -22,7 +22,7 @@ struct BatchNormArgs {
   MaskedRows rows;
   const float* weight;  // (width,); null: 1
   const float* bias;    // null: 0
-  float* running_mean;  // (width,); null, like running_var: not updated
+  float* running_mean;  // (width,); null, together with running_var: not updated
   float* running_var;
   float momentum, eps;
   void* out;
@@ -35,11 +35,11 @@ FASTSPARSE_ARGUMENTS(BatchNormArgs, MATRIX_AS(x, rows.x), NUM_ROWS(rows.num_rows
 
 struct BatchNormBackwardArgs {
   MaskedRows rows;
-  const void* grad;  // like x
+  const void* grad;  // gradient of the result, (num_rows, width) in the dtype of x
   const float* weight;
   const float* mean;
   const float* inverse;
-  void* out;           // like x; rows that the mask does not select are zero
+  void* out;           // (num_rows, width) in the dtype of x; rows that the mask does not select are 0
   float* grad_weight;  // (width,)
   float* grad_bias;
 };

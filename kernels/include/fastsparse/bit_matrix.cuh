@@ -1,11 +1,12 @@
-// Transposes of matrices of bits: within the registers of a lane, and between lanes.
+// Transposes matrices of bits, within the registers of a lane and between lanes.
 #pragma once
 
 #include "fastsparse/cuda_common.cuh"
 
 namespace fastsparse::cuda {
 
-// `a` where a bit of the mask is set, otherwise `b`, in one instruction; the compiler would emit two.
+// Takes the bits of `a` where the mask is set, and the bits of `b` elsewhere, in one instruction; the
+// compiler would emit two.
 __device__ __forceinline__ unsigned merge(unsigned a, unsigned b, unsigned mask) {
   unsigned merged;
   asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(merged) : "r"(a), "r"(b), "r"(mask));
@@ -19,7 +20,8 @@ __device__ __forceinline__ unsigned signs_of_halves(unsigned word) {
   return signs;
 }
 
-// Divides both words into pairs of fields of kShift bits: `a` gets the lower fields of both, `b` the upper.
+// Divides both words into pairs of fields of kShift bits: `a` gets the lower field of every pair, `b` the
+// upper fields.
 template <int kShift>
 __device__ __forceinline__ void exchange(unsigned& a, unsigned& b) {
   const unsigned x = a, y = b;
@@ -33,7 +35,8 @@ __device__ __forceinline__ void exchange(unsigned& a, unsigned& b) {
   }
 }
 
-// As exchange, between lane l and lane l + `distance`, a power of two, for every l in which that bit is 0.
+// Does the same as exchange, between the word of lane l and the word of lane l + `distance`, for every l in
+// which this bit is 0. `distance` is a power of two.
 template <int kShift>
 __device__ __forceinline__ unsigned exchange_lanes(unsigned word, int distance) {
   const unsigned other = __shfl_xor_sync(kFullWarp, word, distance);
@@ -48,12 +51,12 @@ __device__ __forceinline__ unsigned exchange_lanes(unsigned word, int distance) 
   }
 }
 
-// Byte i of lane j becomes byte j of lane i, of every 4 lanes.
+// Transposes bytes among every 4 lanes: byte i of lane j becomes byte j of lane i.
 __device__ __forceinline__ unsigned transposed_bytes(unsigned word) {
   return exchange_lanes<16>(exchange_lanes<8>(word, 1), 2);
 }
 
-// Four bits i of lane j become four bits j of lane i, of every 8 lanes.
+// Transposes groups of four bits among every 8 lanes: group i of lane j becomes group j of lane i.
 __device__ __forceinline__ unsigned transposed_nibbles(unsigned word) {
   return exchange_lanes<4>(exchange_lanes<8>(exchange_lanes<16>(word, 4), 2), 1);
 }
@@ -63,7 +66,7 @@ constexpr int plane_of(int bit) { return bit % 2 * 8 + bit / 2; }
 
 // Converts 32 numbers of 16 bits (words[i] has numbers 2 i and 2 i + 1) to one word per bit: bit e of
 // words[plane_of(b)] is bit b of number e. Every step exchanges one binary digit of the register's index with
-// one of the position in the word.
+// one digit of the position in the word.
 __device__ __forceinline__ void bit_planes(unsigned (&words)[16]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) exchange<16>(words[i], words[i + 8]);

@@ -1,6 +1,6 @@
-// Reading binary sparse blocks. A quad is 16 bytes: the columns of its 4 vectors, 3 bytes each, then their
-// masks, a byte each. A warp processes up to four quads of a window at a time, a block of 16 vectors. Columns
-// (three words) and masks (one word) are read separately, because different lanes need them.
+// Reads binary sparse blocks. A quad is 16 bytes: the columns of its 4 vectors, 3 bytes each, then the masks
+// of these vectors, one byte each. A warp processes a block of 16 vectors at a time, up to four quads of a
+// window. Columns (three words) and masks (one word) are read separately, because different lanes need them.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,12 @@ constexpr int kBlockQuads = kBlockVectors / kOwned;
 constexpr int kQuadWords = 4;  // 32-bit words of a quad: three for columns, one for masks
 constexpr int kMaskWord = 3;
 
-// A quad's columns in their stored form.
+// The columns of a quad in their stored form.
 struct PackedColumns {
   std::uint32_t word[3];
 };
 
-// Address of the nth quad. An int index takes one instruction to scale, a 64-bit index would take more.
+// The address of the nth quad. Scaling an int index takes one instruction; a 64-bit index would take more.
 __device__ __forceinline__ const std::uint32_t* quad_at(const std::uint32_t* quads, int nth) {
   return reinterpret_cast<const std::uint32_t*>(reinterpret_cast<const uint4*>(quads) + nth);
 }
@@ -40,8 +40,8 @@ __device__ __forceinline__ void unpack(const PackedColumns& packed, std::uint32_
   column[3] = packed.word[2] >> 8;
 }
 
-// Completes the last block of a window, which has only `left` quads: quarters of the warp that have read a
-// quad after the window get column 0. So all of them gather row 0, and loads need no predicate.
+// Handles the last block of a window, which has only `left` quads. If a quarter of the warp has read a quad
+// beyond the window, its columns become 0. So that quarter gathers row 0, and loads need no predicate.
 template <int kWords>
 __device__ __forceinline__ void cut_words(std::uint32_t (&word)[kWords], int left) {
 #pragma unroll
@@ -50,7 +50,7 @@ __device__ __forceinline__ void cut_words(std::uint32_t (&word)[kWords], int lef
   }
 }
 
-// The column of one vector, for code where time does not matter.
+// The column of one vector, for code whose speed does not matter.
 __device__ __forceinline__ std::uint32_t column_of(const BsbView& a, std::int64_t vector) {
   const auto* byte =
       reinterpret_cast<const std::uint8_t*>(a.quad + vector / kOwned * kQuadWords) + vector % kOwned * 3;
@@ -61,11 +61,11 @@ __device__ __forceinline__ std::uint32_t masks_of(const BsbView& a, std::int64_t
   return a.quad[quad * kQuadWords + kMaskWord];
 }
 
-// The rows of windows. A window has 8 consecutive rows, or those that row grouping gave it.
+// The rows of windows: 8 consecutive rows or, after row grouping, the rows of window_row.
 struct WindowRow {
   const std::int32_t* window_row;
   std::int64_t num_rows;
-  // The r-th row of a window; -1: there is none.
+  // The r-th row of a window; -1 if the window has fewer rows.
   __device__ __forceinline__ std::int64_t operator()(std::int64_t window, int r) const {
     const std::int64_t at = window * kRows + r;
     if (window_row != nullptr) return window_row[at];
@@ -73,7 +73,7 @@ struct WindowRow {
   }
 };
 
-// base + index * bytes in one instruction; the compiler would widen `bytes` and add two products.
+// Computes base + index * bytes in one instruction; the compiler would widen `bytes` and add two products.
 __device__ __forceinline__ const char* row_address(const char* base, std::uint32_t index,
                                                    std::uint32_t bytes) {
   std::uint64_t address;

@@ -1,5 +1,5 @@
-// Second level of the sums: adds the partial sums of rows (or windows of rows) that were cut into slices, in
-// the order of slots, so that every run gives the same bits.
+// Second level of sums: adds the partial sums of rows (or windows of rows) that were cut into slices. They
+// are added in the order of slots, so that every run gives the same bits.
 #pragma once
 
 #include "fastsparse/cuda_common.cuh"
@@ -17,10 +17,11 @@ __device__ __forceinline__ A rectify(A v) {
 struct Loops {
   const void* value;      // one number in the accumulation type; null: no loops
   const void* scale_src;  // (num_rows) in the accumulation type, null: 1
-  DenseView x;            // rows have the alignment of the result's rows
+  DenseView x;            // rows are aligned in the same way as the rows of the result
 };
 
-// Operations on a sum before it is stored: out = scale_dst * (sum + loop) + bias, then ReLU if `relu` is set.
+// Operations on a sum before it is stored: out = scale_dst * (sum + loops) + bias, then ReLU if `relu` is
+// set.
 struct Epilogue {
   const void* scale_dst;  // (num_rows) in the accumulation type, null: 1
   const void* bias;       // (width) in dtype, null: 0
@@ -29,7 +30,7 @@ struct Epilogue {
   std::int64_t width;
   Loops loops{};
 
-  // Only casts the sum.
+  // An epilogue that only converts the sum to the result's dtype.
   static Epilogue only(void* out, std::int64_t width) { return {nullptr, nullptr, false, out, width}; }
 
   template <typename T, int kVec>
@@ -61,13 +62,13 @@ __host__ __device__ __forceinline__ Epilogue epilogue_of(const Args& args) {
   return {args.scale_dst, args.bias, args.relu, args.out, args.width, {args.loop, args.scale_src, args.x}};
 }
 
-// Output rows with the same numbers as the rows of the structure.
+// Maps a row of the structure to the output row with the same number.
 struct SameRow {
   __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
 };
 
 constexpr int kCombineWarps = 8;
-constexpr int kCombineFeatures = 4;  // per lane; the sums are independent, so that loads overlap
+constexpr int kCombineFeatures = 4;  // features per lane; their sums are independent, so that loads overlap
 
 // partial: (num_slots, kHeight, width). A thread block processes one split unit (a row, or a window of
 // kHeight rows) and 128 features. Its 8 warps divide the rows and, if there are fewer rows than warps, the
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kWarp* kCombineWarps)
 #pragma unroll
     for (int i = 0; i < kCombineFeatures; ++i) {
       const std::int64_t feature = feature0 + i * kWarp;
-      if (feature < width) sum[i] += __ldcg(row + feature);  // not __ldg: written while this kernel waits
+      if (feature < width) sum[i] += __ldcg(row + feature);  // __ldg may read stale sums
     }
   }
   if constexpr (kSlotLanes > 1) {

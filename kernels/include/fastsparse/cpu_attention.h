@@ -14,26 +14,26 @@
 
 namespace fastsparse::cpu {
 
-constexpr int kBlock = 64;            // entries per block
-constexpr int kPrefetchEntries = 16;  // entries between a prefetch and its use
+constexpr int kBlock = 64;            // number of entries per block
+constexpr int kPrefetchEntries = 16;  // distance, in entries, between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 15;  // products below which waking threads costs more than it saves
 
-// Number of entries of a block, rounded up to whole vectors. Numbers beyond its end are computed but not
+// Rounds a number of entries up to whole vectors. Elements beyond the end of a block are computed but not
 // used.
 template <typename A>
 FASTSPARSE_INLINE int padded(int count) {
   return (count + kVectorWidth<A> - 1) / kVectorWidth<A> * kVectorWidth<A>;
 }
 
-// Loops over the numbers of a block are plain loops, because the compiler vectorizes them, including
-// comparisons, for the machine's vector width.
+// The functions below are plain loops over the elements of a block, because the compiler vectorizes them,
+// including comparisons, for the machine's vector width.
 
 // exp with a relative error of 1e-7, for arguments that do not overflow; very small results may become 0.
 FASTSPARSE_INLINE float exponential(float x) {
   constexpr float kRound = 0x1.8p23f, kMin = -87;
   const float clamped = x < kMin ? kMin : x;
-  const float shifted = clamped * 0x1.715476p0f + kRound;  // log2(e): whole numbers in the low bits
+  const float shifted = clamped * 0x1.715476p0f + kRound;  // log2(e); the low bits are an integer
   const float whole = shifted - kRound;
   const float rest = (clamped - whole * 0x1.62e4p-1f) - whole * 0x1.7f7d1cp-20f;  // ln 2 in two terms
   // 1 + r + r^2 p(r), fitted to 3e-9 for |r| <= ln(2) / 2.
@@ -51,7 +51,7 @@ FASTSPARSE_INLINE float exponential(float x) {
 }
 FASTSPARSE_INLINE double exponential(double x) { return std::exp(x); }
 
-// Largest of `count` numbers, a multiple of the vector width; NaN if there is a NaN.
+// Largest of `count` numbers, where `count` is a multiple of the vector width; NaN if any number is NaN.
 template <typename A>
 FASTSPARSE_INLINE A largest(const A* numbers, int count) {
   A most[kVectorWidth<A>];
@@ -69,7 +69,7 @@ FASTSPARSE_INLINE A largest(const A* numbers, int count) {
   return result;
 }
 
-// Sum of `count` numbers, a multiple of the vector width.
+// Sum of `count` numbers, where `count` is a multiple of the vector width.
 template <typename A>
 FASTSPARSE_INLINE A sum_of(const A* numbers, int count) {
   Vector<A> sum = {}, next;
@@ -96,21 +96,22 @@ FASTSPARSE_INLINE double precise_product(const A* left, const A* right, int coun
 
 // ---------------------------------------------------------------- products with the rows of a block
 
-// Consecutive entries of one row.
+// Some consecutive entries of one row.
 struct Block {
   std::int64_t entry;
   const std::int32_t* col;
   int count;
-  int readable;  // entries from col on whose rows may be prefetched
+  int readable;  // number of entries from col[0] on whose rows may be prefetched
 };
 
-// The block that begins at `entry`, in a row that ends at `end`; entries up to `last` may be prefetched.
+// The block that begins at `entry`, in a row that ends before entry `end`. Entries before `last` may be
+// prefetched.
 FASTSPARSE_INLINE Block block_at(const CsrView& a, std::int64_t entry, std::int64_t end, std::int64_t last) {
   return {entry, a.col + entry, static_cast<int>(std::min<std::int64_t>(kBlock, end - entry)),
           static_cast<int>(std::min<std::int64_t>(kBlock + kPrefetchEntries, last - entry))};
 }
 
-// The rows of a matrix for the entries of a block, beginning at feature `first`.
+// The rows of a matrix that the entries of a block gather, from feature `first` on.
 struct Gather {
   DenseView matrix;
   Dtype dtype;
@@ -125,13 +126,13 @@ FASTSPARSE_INLINE Gather gather(const DenseView& matrix, Dtype dtype, std::int64
   return {matrix, dtype, first, block.col, block.count, block.readable};
 }
 
-// Rows without prefetching, for a second read.
+// The same rows without prefetching, for a second read.
 FASTSPARSE_INLINE Gather again(Gather rows) {
   rows.readable = 0;
   return rows;
 }
 
-// Up to kBlock rows of a contiguous matrix in the accumulation type, beginning at feature `first`.
+// Up to kBlock consecutive rows of a contiguous matrix in the accumulation type, from feature `first` on.
 inline constexpr auto kInOrder = [] {
   std::array<std::int32_t, kBlock> order{};
   for (int i = 0; i < kBlock; ++i) order[i] = i;
@@ -142,7 +143,7 @@ FASTSPARSE_INLINE Gather rows_of(const A* matrix, std::int64_t stride, std::int6
   return {{matrix, stride}, kDtypeOf<A>, first, kInOrder.data(), count, 0};
 }
 
-// GATv2's hidden layer of one edge: leaky_relu(left + right), times a factor per feature.
+// The terms of GATv2's hidden layer of one edge, att * leaky_relu(left + right): left, att and the slope.
 template <typename A>
 struct Hidden {
   const A* left;
@@ -150,7 +151,7 @@ struct Hidden {
   A slope;
 };
 
-// The term of an entry in a sum over entries, without its weight.
+// The vector that an entry adds to a sum over entries, before it is multiplied by the entry's weight.
 enum class Term {
   kFeatures,  // right
   kSlope,     // leaky_relu'(left + right)
@@ -164,7 +165,7 @@ struct Sum {
   A* compensation;
 };
 
-// Memory of a Sum.
+// Allocates the arrays of a Sum.
 template <typename A>
 struct Sums {
   std::vector<A> total, compensation;
@@ -179,7 +180,7 @@ struct Sums {
   }
 };
 
-// In attention_blocks.cpp, compiled once for all passes.
+// These functions are in attention_blocks.cpp, compiled once for all passes.
 
 // product[e] = <left, right_e>, or with `att` <att, leaky_relu(left + right_e)>.
 void products(const Hidden<float>& hidden, const Gather& right, std::int64_t width, float* product);
@@ -211,8 +212,8 @@ void differentiate_hidden(const float* weight, const Hidden<float>& hidden, cons
 void differentiate_hidden(const double* weight, const Hidden<double>& hidden, const Gather& right,
                           std::int64_t width, const HiddenGradients<double>& to);
 
-// Loads the edge features of a block in the layout of `Edges::columns`, and stores numbers in that layout as
-// a gradient of the features, (num_values, edge_width).
+// load_columns loads the edge features of a block in the layout of `Edges::columns`. store_columns stores a
+// gradient in that layout to (num_values, edge_width).
 void load_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, float* columns);
 void load_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, double* columns);
 void store_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, const float* columns,
@@ -230,8 +231,8 @@ void narrow_row(const float* from, float scale, std::int64_t width, void* to, Dt
 void narrow_row(const double* from, double scale, std::int64_t width, void* to, Dtype dtype,
                 std::int64_t first);
 
-// A row in the accumulation type: the row itself if it has that type, otherwise a copy in `workspace`. So
-// kernels that process row by row need no version for 16-bit numbers.
+// Returns a row in the accumulation type: the row itself if it has that type, otherwise a copy in
+// `workspace`. So kernels that process row by row need no version for 16-bit features.
 template <typename A>
 FASTSPARSE_INLINE const A* read_row(const DenseView& matrix, Dtype dtype, std::int64_t row,
                                     std::int64_t width, A* workspace) {
@@ -265,22 +266,22 @@ std::vector<A> transposed_weight(const AttentionCsrArgs& args) {
   return transposed;
 }
 
-// The edge features that a pass reads. For dot products, W is multiplied per node instead of per edge:
-// <q_h, W_h a> = <W_h^T q_h, a>, and sums over edges of W_h a are W_h times sums of a. Additive attention
-// needs only the latter. GATv2 projects the features of each block.
+// The edge features that a pass reads. For dot products, W is multiplied per node instead of per edge: <q_h,
+// W_h a> = <W_h^T q_h, a>, and the sum over edges of W_h a is W_h times the sum of a. Additive attention
+// needs only the second identity. GATv2 multiplies the features of each block by W.
 template <typename A>
 struct Edges {
   const std::int64_t width;   // width of the edge features; 0: there are none
   const std::int64_t stride;  // the width rounded up to whole vectors
   const std::int64_t head_width;
   const std::int64_t row_width;  // width of all heads
-  const bool in_values;          // whether W a is added to the values: yes, except for GATv2
-  const bool in_scores;          // whether W a is added to the keys of dot products
+  const bool in_values;          // whether W a is added to the values: true except for GATv2
+  const bool in_scores;          // whether W a is added to the keys: true for dot products
   const A* const weight;         // W transposed, (width, row_width)
-  std::vector<A> columns;        // (width, kBlock): a feature of all entries, 0 beyond the block's end
-  std::vector<A> rows;           // GATv2: (kBlock, row_width), gathered rows plus W a
-  std::vector<A> of_left;        // (heads, stride), W_h^T times the row on the left; dot products
-  std::vector<A> of_value;       // (heads, stride), W_h^T times the value on the left; backward only
+  std::vector<A> columns;   // (width, kBlock): one feature of all entries per row, 0 beyond the block's end
+  std::vector<A> rows;      // GATv2: (kBlock, row_width), gathered rows plus W a
+  std::vector<A> of_left;   // dot products: (heads, stride), W_h^T times the row of dst
+  std::vector<A> of_value;  // backward: (heads, stride), W_h^T times the row of dO
 
   Edges(const AttentionCsrArgs& args, const std::vector<A>& weight)
       : width(args.edge_width),
@@ -303,7 +304,7 @@ struct Edges {
     project(gather(right, args.dtype, 0, block), columns.data(), width, weight, row_width, rows.data());
   }
 
-  // to_h = W_h^T row_h of every head.
+  // Computes to_h = W_h^T row_h for every head.
   FASTSPARSE_INLINE void map(const std::vector<A>& row, std::vector<A>& to) const {
     if (!in_values) return;
     for (std::int64_t first = 0, place = 0; first < row_width; first += head_width, place += stride) {
@@ -357,7 +358,7 @@ inline std::int64_t work(const AttentionCsrArgs& args) {
   return args.a.num_edges * args.heads * (args.head_width + args.value_width + args.edge_width);
 }
 
-// Number of rows, or columns, per task. With edge features, a task has sums of its own, so there are fewer
+// Number of rows, or columns, per task. With edge features, every task allocates sums, so there are fewer
 // tasks.
 inline std::int64_t rows_per_task(const AttentionCsrArgs& args, std::int64_t rows) {
   constexpr std::int64_t kMostTasks = 128;
@@ -371,12 +372,12 @@ inline Dtype score_dtype(const AttentionCsrArgs& args) {
   return args.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
 }
 
-// Columns of dst and src.
+// Number of columns of dst and src.
 inline std::int64_t score_columns(const AttentionCsrArgs& args) {
   return args.kind == AttentionScore::kAdditive ? args.heads : args.heads * args.head_width;
 }
 
-// Dropout's factor of a weight; row and column are those of the caller's structure.
+// The dropout factor of a weight; row and column are numbered as in the caller's structure.
 template <typename A>
 FASTSPARSE_INLINE A keep_factor(const AttentionCsrArgs& args, std::int64_t row, std::int64_t col,
                                 std::int64_t head) {
@@ -386,7 +387,7 @@ FASTSPARSE_INLINE A keep_factor(const AttentionCsrArgs& args, std::int64_t row, 
 template <typename A>
 struct Scores {
   A score[kBlock];
-  A slope[kBlock];  // d(score) / d(sum) of additive scores
+  A slope[kBlock];  // d(score) / d(argument of the leaky ReLU), for additive scores
 };
 
 // The rows of `right` that the scores of one head gather for the entries of a block.

@@ -1,8 +1,8 @@
-// Pages of 2 MB on the CPU.
+// Memory pages of 2 MB on the CPU.
 //
-// They help large results: allocators return memory that was never touched, and a page fault for each 4 KB
-// takes longer than the kernel needs to fill the page. They also help random reads: a core can translate only
-// a few addresses at a time, so with small pages it reads half as many cache lines per second.
+// Large pages help large results: allocators return memory that was never touched, and a page fault for each
+// 4 KB takes longer than the kernel needs to fill the page. Large pages also help random reads: a core can
+// translate only a few addresses at a time, so with small pages it reads half as many cache lines per second.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,9 @@
 
 namespace fastsparse::cpu {
 
-// Requests huge pages for a result before it is written. That is only advice: if the system has none, or the
-// memory was touched before, nothing changes. With `collapse`, the system moves touched memory to huge pages
-// immediately, which takes a thread 1.9 ms per MB.
+// Requests huge pages for a result before it is written. The request is only advice: if the system has no
+// huge pages, or the memory was touched before, nothing changes. With `collapse`, the system moves touched
+// memory to huge pages immediately, which takes a thread 1.9 ms per MB.
 inline void prefer_huge_pages(void* out, std::int64_t bytes, bool collapse = false) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr std::int64_t kMin = 8 << 20;  // allocators reuse smaller blocks, which were touched before

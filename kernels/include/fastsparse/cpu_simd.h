@@ -17,7 +17,7 @@
 
 namespace fastsparse::cpu {
 
-// Prefetches memory that is soon read, or written (kWrite), before the entry that needs it would wait for it.
+// Prefetches `bytes` of memory that will soon be read or, with kWrite, written.
 template <int kWrite = 0>
 FASTSPARSE_INLINE void prefetch(const void* begin, std::int64_t bytes) {
   for (std::int64_t byte = 0; byte < bytes; byte += 64) {
@@ -93,7 +93,7 @@ FASTSPARSE_INLINE float widen(Half v) {
   return out;
 }
 
-// max(v, 0); NaN if v is NaN.
+// max(v, 0), but NaN if v is NaN.
 template <typename A>
 FASTSPARSE_INLINE A rectify(A v) {
   return v < A{0} ? A{0} : v;
@@ -139,15 +139,15 @@ struct LanesOf {
 template <typename A, int kLanes>
 using Lanes = typename LanesOf<A, kLanes>::type;
 
-// Accumulators in 32 bytes, the width of AVX2: GCC keeps vectors in memory if they are wider than the
-// machine's.
+// A vector of accumulators has 32 bytes, the width of AVX2. GCC keeps vectors in memory if they are wider
+// than the machine's vectors.
 template <typename A>
 inline constexpr int kVectorWidth = 32 / static_cast<int>(sizeof(A));
 template <typename A>
 using Vector = Lanes<A, kVectorWidth<A>>;
 
-// The code below selects between two results with bit masks instead of vector comparisons: if the machine has
-// no comparison of that width, compilers split it into single lanes.
+// The code below selects between two results with bit masks instead of comparing vectors: if the machine
+// cannot compare vectors of that width, compilers split them into single lanes.
 
 template <typename T, int kLanes>
 FASTSPARSE_INLINE void load_lanes(const T* from, Lanes<Acc<T>, kLanes>& to) {
@@ -195,20 +195,20 @@ template <typename V>
 using BitsOf = Lanes<std::conditional_t<sizeof(Element<V>) == 4, std::int32_t, std::int64_t>,
                      sizeof(V) / sizeof(Element<V>)>;
 
-// Replaces lanes by those of `from` where the mask is all ones; elsewhere it must be 0.
+// Replaces the lanes whose mask is all ones by lanes of `from`. The mask of all other lanes must be 0.
 template <typename V>
 FASTSPARSE_INLINE void replace(V& lanes, const BitsOf<V>& mask, const V& from) {
   const auto bits = reinterpret_cast<BitsOf<V>>(lanes);
   lanes = reinterpret_cast<V>(bits ^ ((bits ^ reinterpret_cast<BitsOf<V>>(from)) & mask));
 }
 
-// `rectify` of the lanes of a vector.
+// Applies `rectify` to the lanes of a vector.
 template <typename V>
 FASTSPARSE_INLINE void rectify_lanes(V& lanes) {
   replace(lanes, reinterpret_cast<BitsOf<V>>(lanes < V{}), V{});
 }
 
-// `narrow` of the lanes of a vector.
+// Applies `narrow` to the lanes of a vector.
 template <typename T, int kLanes>
 FASTSPARSE_INLINE void store_lanes(const Lanes<Acc<T>, kLanes>& from, T* to) {
   if constexpr (sizeof(T) == sizeof(Acc<T>)) {
@@ -240,7 +240,8 @@ FASTSPARSE_INLINE void store_vector(const Vector<Acc<T>>& from, T* to) {
   store_lanes<T, kVectorWidth<Acc<T>>>(from, to);
 }
 
-// Kahan's addition: rounding errors do not grow with the number of terms. V: a number or a vector.
+// Kahan's addition of one term: rounding errors do not grow with the number of terms. V: a number or a
+// vector.
 template <typename V>
 FASTSPARSE_INLINE void add_compensated(const V& term, V& total, V& compensation) {
   const V corrected = term - compensation;
@@ -299,7 +300,7 @@ void with_type(Dtype dtype, F&& f) {
   }
 }
 
-// As with_type, for dtypes whose accumulation type is float32.
+// Does the same as with_type, for dtypes whose accumulation type is float32.
 template <typename F>
 void with_float_type(Dtype dtype, F&& f) {
   if (dtype == Dtype::kFloat32) return f(float{});

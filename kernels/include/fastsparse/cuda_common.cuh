@@ -75,7 +75,8 @@ __device__ __forceinline__ Pack<T, kVec> load_pack(const T* from) {
   return pack;
 }
 
-// Stores a pack in one instruction. For a plain assignment of 16-bit elements, the compiler emits several.
+// Stores a pack in one instruction. For a plain assignment of 16-bit elements, the compiler emits several
+// instructions.
 template <typename T, int kVec>
 __device__ __forceinline__ void store_pack(const Pack<T, kVec>& pack, T* to) {
   constexpr int kBytes = static_cast<int>(sizeof(T)) * kVec;
@@ -96,7 +97,7 @@ __device__ __forceinline__ void store_pack(const Pack<T, kVec>& pack, T* to) {
   }
 }
 
-// An edge value, which has the features' dtype or their accumulation type.
+// Loads an edge value, which has the features' dtype or their accumulation type.
 template <typename T>
 __device__ __forceinline__ Acc<T> load_value(const EdgeValueView& value, bool in_feature_dtype,
                                              std::int64_t index) {
@@ -104,7 +105,8 @@ __device__ __forceinline__ Acc<T> load_value(const EdgeValueView& value, bool in
                           : static_cast<const Acc<T>*>(value.data)[index];
 }
 
-// The slice of this lane group. Groups beyond the list get an empty slice, so that warps do not diverge.
+// Loads the slice of this lane group. Groups beyond the list get an empty slice, so that warps do not
+// diverge.
 __device__ __forceinline__ RowSlice load_slice(const RowSplitView& split, std::int64_t index) {
   RowSlice slice{0, 0, 0};
   if (index < split.num_slices) {
@@ -114,7 +116,7 @@ __device__ __forceinline__ RowSlice load_slice(const RowSplitView& split, std::i
   return slice;
 }
 
-// Number of the split row that owns a slot: a binary search among the few split rows.
+// The number of the split row that owns a slot, found by binary search among the few split rows.
 __device__ __forceinline__ std::int64_t split_row_of(const RowSplitView& split, std::int64_t slot) {
   std::int64_t low = 0, high = split.num_split_rows - 1;
   while (low < high) {
@@ -128,7 +130,7 @@ __device__ __forceinline__ std::int64_t split_row_of(const RowSplitView& split, 
   return low;
 }
 
-// Row that a slice belongs to: its target, or the owner of its slot.
+// The row to which a slice belongs: its target, or the split row that owns its slot.
 __device__ __forceinline__ std::int64_t row_of(const RowSplitView& split, const RowSlice& slice) {
   return slice.target >= 0 ? slice.target : split.split_row[split_row_of(split, ~slice.target)];
 }

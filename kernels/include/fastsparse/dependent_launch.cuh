@@ -1,9 +1,9 @@
 // Overlapping launches: a kernel may be launched while the previous kernel in its stream still runs, so that
 // its launch, and its code before the wait, overlap with the end of the previous kernel.
 //
-// A kernel starts early only if its launch requests it, and only relative to the kernel right before it in
-// the stream. Kernels before that one must have ended by then: either that one was launched as usual, or it
-// does not end before they do, because at least one of its threads waits for them.
+// A kernel starts early only if its launch requests this, and it overlaps only with the kernel right before
+// it in the stream. Kernels before that one must have ended by then. So the kernel right before it was
+// launched without overlap, or at least one of its threads waits for the kernels before it.
 #pragma once
 
 #include <cstddef>
@@ -27,9 +27,10 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 #endif
 }
 
-// Whether kernels may start early on the current device: overlapping launches, and the kernel's wait, need
-// architecture 9.0. All kernels are compiled for the same architectures, so the answer for one kernel holds
-// for all. A check at every launch would take half as much host time as the launch.
+// Sets `can` if kernels may start early on the current device: overlapping launches, and the wait within the
+// kernel, need architecture 9.0. All kernels are compiled for the same architectures, so the answer for one
+// kernel holds for all. The answer is stored, because a check at every launch would take half as much host
+// time as the launch.
 inline cudaError_t can_overlap(const void* kernel, bool& can) {
   thread_local int known_device = -1;
   thread_local bool known = false;
@@ -47,9 +48,9 @@ inline cudaError_t can_overlap(const void* kernel, bool& can) {
   return error;
 }
 
-// Launches a kernel after the previous one, or, with `overlap` and if the architecture supports it, during
-// it. Then every thread that reads the previous kernel's results must call wait_for_kernel_before, and at
-// least one thread must.
+// Launches a kernel after the previous kernel or, with `overlap` and if the architecture supports it, while
+// the previous kernel runs. With overlap, every thread that reads the previous kernel's results must call
+// wait_for_kernel_before, and at least one thread must call it.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_dependent(void (*kernel)(Parameters...), bool overlap, dim3 grid, dim3 block,
                              std::size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {

@@ -1,10 +1,10 @@
 // How the kernels of attention with edge features assign rows, heads and features to lanes.
 //
-// `lanes` neighbouring lanes process one head of one slice of a row: 8 features each, and, of the features of
-// an edge, every lanes-th group of four. A group of neighbouring heads processes the same slice, so that
-// together they gather contiguous pieces of a row. The number of lanes is a run-time value, so one kernel
-// supports every width. Every lane of the group reads columns and positions of the next entries one step
-// ahead, which is one transaction and needs no shuffle.
+// `lanes` neighbouring lanes process one head of one slice of a row. Each lane has 8 features of the head
+// and, of the features of an edge, every lanes-th group of four. A group of lanes processes neighbouring
+// heads of the same slice, so that together they gather contiguous pieces of a row. `lanes` is a run-time
+// value, so one kernel supports every width. Every lane of the group reads the columns and positions of the
+// next entries one step ahead, which is one memory transaction and needs no shuffle.
 #pragma once
 
 #include <type_traits>
@@ -13,22 +13,22 @@
 
 namespace fastsparse::cuda {
 
-// Entries that a group gathers at once. For dot products, which gather keys and values, there are fewer: the
-// registers of two more entries would leave a third fewer warps (in 16 bits on an H100, forward and backward
-// would take 8 to 10 % longer).
+// Number of entries that a group gathers at once. Dot products gather keys and values, so they gather fewer
+// entries at once: two more would need so many registers that a third fewer warps fit (with 16-bit features
+// on an H100, forward and backward would take 8 to 10 % longer).
 template <typename T, int kEdge = 0>
 constexpr int kEdgesInFlight = kEdge > 4                     ? 1
                                : kEdge > 0 || sizeof(T) == 4 ? 2
                                                              : 4;
-// Thread blocks per multiprocessor for which the compiler limits registers. float32 rows need twice the
-// registers of 16-bit rows.
+// Thread blocks per multiprocessor for which the compiler limits registers. float32 rows need twice as many
+// registers as 16-bit rows.
 template <typename T, int kEdge>
 constexpr int kDotBlocks = sizeof(T) == 2 && kEdge == 4 ? 6 : 4;
 template <typename T>
 constexpr int kEdgeVec = 16 / static_cast<int>(sizeof(T));
 
-// Some neighbouring elements, unconverted, in whole registers. Otherwise, the compiler would convert them
-// once for all uses, or keep halves in registers of their own, and spill registers.
+// Neighbouring elements that stay unconverted in whole registers. Without this type, the compiler would
+// convert them once for all uses, or keep 16-bit halves in separate registers, and spill registers.
 template <typename T, int kCount>
 struct Words {
   static constexpr int kWords = kCount * static_cast<int>(sizeof(T)) / 4;
@@ -81,7 +81,7 @@ struct LaneFeatures {
   __device__ __forceinline__ float operator[](int i) const { return chunk[i / kEdgeVec<T>][i % kEdgeVec<T>]; }
 };
 
-// Position of a lane's features in the rows of a matrix.
+// The addresses of a lane's features in row 0 of a matrix, from which `load` finds every row.
 template <typename T>
 struct LaneRows {
   const char* from[kLaneFeatures / kEdgeVec<T>];
@@ -99,8 +99,8 @@ struct LaneRows {
 };
 
 struct EdgeLane {
-  std::int64_t group;  // index of the slice
-  int head;            // a valid head even if not live
+  std::int64_t group;  // index of the slice of this lane's group
+  int head;            // valid in all lanes, also if `live` is false
   bool live;           // false for lanes beyond the last head
   int sub;             // lane within its head
   int lanes;           // lanes per head
@@ -161,7 +161,7 @@ struct EdgeLane {
     return features;
   }
 
-  // As load_packed, converted to float32 and multiplied by `factor`.
+  // Does the same as load_packed, but converts the features to float32 and multiplies them by `factor`.
   template <typename T>
   __device__ __forceinline__ void load(float (&to)[kLaneFeatures], const DenseView& x, std::int64_t row,
                                        float factor = 1.0f) const {
@@ -170,7 +170,7 @@ struct EdgeLane {
     for (int i = 0; i < kLaneFeatures; ++i) to[i] = features[i] * factor;
   }
 
-  // Elements of a float32 vector, (heads * head_width), in the layout of features of type T.
+  // Loads elements of a float32 vector, (heads * head_width), in the layout of features of type T.
   template <typename T>
   __device__ __forceinline__ void load_vector(float (&to)[kLaneFeatures], const float* x) const {
     constexpr int kVec = kEdgeVec<T>;
@@ -189,7 +189,7 @@ struct EdgeLane {
     }
   }
 
-  // Writes features of row `row` of a contiguous (rows, width) matrix of U.
+  // Writes the lane's features to row `row` of a contiguous (rows, width) matrix of U.
   template <typename T, typename U>
   __device__ __forceinline__ void store(void* to, std::int64_t row, std::int64_t width,
                                         const float (&x)[kLaneFeatures], float factor = 1.0f) const {
@@ -205,7 +205,7 @@ struct EdgeLane {
     }
   }
 
-  // First of the edge's features in chunk `chunk` of four.
+  // The first edge feature in the lane's chunk `chunk`, of four features.
   __device__ __forceinline__ int edge_place(int chunk) const { return (chunk * lanes + sub) * 4; }
 
   // Writes the lane's part of one head's edge features.
@@ -224,14 +224,14 @@ struct EdgeLane {
   }
 };
 
-// Row of a contiguous matrix of edge features.
+// The address of a row of a contiguous matrix of edge features.
 template <typename T>
 __device__ __forceinline__ const T* edge_row(const void* from, std::uint32_t row, int edge_width) {
   return static_cast<const T*>(from) +
          static_cast<std::uint64_t>(row) * static_cast<std::uint32_t>(edge_width);
 }
 
-// Position of a lane's part of the edge features.
+// The addresses of a lane's part of the edge features, from which `load` finds the part of every edge.
 template <typename T>
 struct LaneEdges {
   const char* from;
@@ -242,7 +242,7 @@ struct LaneEdges {
         row_bytes(static_cast<std::uint32_t>(lane.edge_width * sizeof(T))) {}
 };
 
-// A lane's part of the features of one edge, or of numbers in the same layout.
+// A lane's part of the features of one edge, or other numbers in the same layout.
 template <typename T, int kEdge>
 struct EdgePart {
   Words<T, 4> four[kEdge / 4];
@@ -273,15 +273,15 @@ __device__ __forceinline__ T* kept_in_register(T* address) {
   return address;
 }
 
-// The entries of a slice.
+// Where the columns and positions of a slice's entries are stored.
 struct SliceEntries {
   const std::int32_t* cols;
-  const std::uint32_t*
-      ids;  // positions of values; only lower halves of 64-bit ones: there are fewer than 2^32 values
+  const std::uint32_t* ids;  // positions of values; of 64-bit positions only the lower halves, because there
+                             // are fewer than 2^32 values
   int id_words;
   std::uint32_t begin;
   int length;
-  bool in_order;  // an entry's number is its position
+  bool in_order;  // whether an entry's number is its position
 
   __device__ __forceinline__ SliceEntries(const CsrView& a, const RowSlice& slice)
       : id_words(a.edge_id_is_64bit ? 2 : 1),
@@ -299,7 +299,7 @@ struct Entries {
   std::uint32_t col[kCount];
   std::uint32_t position[kCount];
 
-  // Entries beyond the slice must not be used.
+  // Entries beyond the end of the slice get column 0 and must not be used.
   __device__ __forceinline__ void read(const SliceEntries& slice, int base) {
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
@@ -315,11 +315,11 @@ struct Entries {
   }
 };
 
-// Calls add(whole, entries, base) for all entries of the slices of a warp, kCount entries at a time. They are
-// unmasked while every group has that many (`whole`, a compile-time 0 or 1), then masked. At the end it
-// passes kRest entries, if no group has more. How entries are combined affects rounding, so it must not
-// depend on the other slices of the warp. `next` must hold the first entries. `add` must read the entries
-// after those that it gets into `next`.
+// Calls add(whole, entries, base) for all entries of the slices of a warp, kCount entries at a time. `whole`,
+// a compile-time 0 or 1, is 1 while every group has kCount more entries; afterwards, `add` must mask entries.
+// The last call passes only kRest entries, if no group has more. How entries are combined affects rounding,
+// so it must not depend on the other slices of the warp. The caller reads the first entries into `next`. Each
+// call of `add` must read the following entries into `next`.
 template <int kCount, int kRest, typename F>
 __device__ __forceinline__ void for_entries(int longest, int shortest, const Entries<kCount>& next, F&& add) {
   int base = 0;
@@ -344,7 +344,7 @@ __device__ __forceinline__ void for_entries(int longest, int shortest, const Ent
   }
 }
 
-// Sums over lanes of a group with steps from `from` to below `to`; all lanes get the same bits.
+// Sums over lanes of a group, whose distance doubles from `from` to below `to`. All lanes get the same bits.
 template <int kCount>
 __device__ __forceinline__ void sum_over(float (&v)[kCount], int to, int from = 1) {
 #pragma unroll 1
@@ -354,8 +354,8 @@ __device__ __forceinline__ void sum_over(float (&v)[kCount], int to, int from = 
   }
 }
 
-// The steps of `scatter_sum`, one function per step: a loop that halves its counter would not be unrolled,
-// and the numbers would be in local memory.
+// The steps of `scatter_sum`, one function per step. The compiler would not unroll a loop that halves its
+// counter, and the numbers would be in local memory.
 template <int kHalf, typename A, int kCount>
 __device__ __forceinline__ void scatter_halves(A (&v)[kCount]) {
   const bool upper = (threadIdx.x & kHalf) != 0;
@@ -379,9 +379,9 @@ __device__ __forceinline__ A scatter_sum(A (&v)[kCount], int group_lanes) {
   return v[0];
 }
 
-// Position of a lane's features in the rows of W transposed, in the features' type. Reading W twice per row
-// dominates the L1 traffic of rows with few entries. A row is (chunks, heads, lanes, 16 bytes), so that a
-// warp reads contiguous memory.
+// The addresses of a lane's weights in the rows of W transposed, in the features' type. Reading W twice per
+// row dominates the L1 traffic of rows with few entries. A row of W transposed is stored as (chunks, heads,
+// lanes, 16 bytes), so that a warp reads contiguous memory.
 template <typename T>
 struct LaneWeights {
   const char* from;
@@ -403,8 +403,8 @@ struct LaneWeights {
   }
 };
 
-// Computes W_h^T x for every lane's head; a lane gets its part of the edge width. kCount vectors share the
-// reads of W.
+// Computes W_h^T x for the head of every lane; a lane gets the part of the result that has its edge features.
+// kCount vectors share the reads of W.
 template <int kEdge, int kCount, typename T>
 __device__ __forceinline__ void to_edge_width(float (&to)[kCount][kEdge], const EdgeLane& lane,
                                               const LaneWeights<T>& weight,
@@ -458,8 +458,8 @@ __device__ __forceinline__ void add_from_edge_width(float (&to)[kLaneFeatures], 
   }
 }
 
-// The argument of GATv2's leaky ReLU for some edges: x_dst_i + x_src_j + W a_ij. Every weight is read once
-// for all of these edges.
+// Computes x_dst_i + x_src_j + W a_ij, the argument of GATv2's leaky ReLU, for some edges. Every weight is
+// read once for all of these edges.
 template <typename T, int kCount>
 __device__ __forceinline__ void add_projected(float (&z)[kCount][kLaneFeatures], const EdgeLane& lane,
                                               const EdgeAttentionInput& input,
@@ -488,7 +488,8 @@ __device__ __forceinline__ void add_projected(float (&z)[kCount][kLaneFeatures],
   }
 }
 
-// W in registers, for edges with few features: the lane's features of all its rows.
+// If edges have at most this many features, a lane keeps W in registers: its features of all rows of W
+// transposed.
 constexpr int kKeptWeight = 8;
 
 template <typename T>
@@ -507,7 +508,7 @@ struct KeptWeight {
     }
   }
 
-  // As add_projected, with edge features that are already in registers.
+  // Does the same as add_projected, with edge features that are already in registers.
   __device__ __forceinline__ void add_to(float (&z)[kLaneFeatures],
                                          const Words<T, 4> (&edge)[kKeptWeight / 4]) const {
 #pragma unroll
@@ -540,10 +541,11 @@ __device__ __forceinline__ float exp_or_zero(float x) {
   return result;
 }
 
-// Edge features that a lane has space for, with dot products.
+// Largest number of edge features that a lane has registers for, with dot products.
 constexpr int kMostEdge = 16;
 
-// Lanes per head, a power of two: enough for 8 features each and, with dot products, for the edge features.
+// Lanes per head, a power of two. They have enough registers for the head (8 features each) and, with dot
+// products, for the edge features (kMostEdge each).
 inline int edge_head_lanes(const EdgeAttentionInput& input) {
   int lanes = 1;
   while (lanes * kLaneFeatures < input.head_width || (!input.gatv2 && lanes * kMostEdge < input.edge_width)) {
@@ -552,8 +554,8 @@ inline int edge_head_lanes(const EdgeAttentionInput& input) {
   return lanes;
 }
 
-// Whether there is neither bias nor dropout. Testing for them in the loop over a row's entries takes more
-// than a tenth of its time.
+// True if there is neither bias nor dropout. Testing for both in the loop over a row's entries takes more
+// than a tenth of the loop's time.
 inline bool is_plain(const EdgeAttentionInput& input) {
   return input.bias.data == nullptr && input.dropout.threshold == 0;
 }

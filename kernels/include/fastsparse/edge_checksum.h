@@ -1,4 +1,4 @@
-// A checksum that finds structures that differ from their transpose, without comparing them.
+// A checksum that detects structures that differ from their transpose, without comparing the two.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace fastsparse {
 
-// Finaliser of splitmix64 (Steele, Lea and Flood, 2014): every bit of the argument reaches every bit.
+// The finaliser of splitmix64 (Steele, Lea and Flood, 2014): every bit of the argument affects every bit of
+// the result.
 FASTSPARSE_HOST_DEVICE std::uint64_t mixed(std::uint64_t bits) {
   bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9u;
   bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebu;

@@ -1,8 +1,8 @@
-// Lanes of the kernels of edge_messages.cu: a group of `lanes` neighbouring lanes processes one slice of a
-// row for one tile of the width. A lane has 8 features, loaded in chunks of 16 bytes, so that the group's
-// loads of a chunk are contiguous. Only gradients of raw features are summed over lanes, so the number of
-// lanes can be a run-time value. Tiles are the slow dimension of the grid, as in spmm_csr.cu, because one
-// tile of a table is more likely to stay in the L2 cache than the whole table.
+// The work of one lane in the kernels of edge_messages.cu. A group of `lanes` neighbouring lanes processes
+// one slice of a row for one tile of the width. A lane has 8 features, loaded in chunks of 16 bytes, so that
+// the group's loads of a chunk are contiguous. Only gradients of raw features are summed over lanes, so the
+// number of lanes can be a run-time value. Tiles are the slow dimension of the grid, as in spmm_csr.cu,
+// because one tile of a matrix is more likely to stay in the L2 cache than the whole matrix.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,8 @@ constexpr int kTileChunks = kTileFeatures / kTileVec<T>;
 template <typename T>
 constexpr int kMessageBlocks = sizeof(Acc<T>) == 4 ? 4 : 2;
 
-// Entries that a group gathers at once: their rows take 128 bytes of a lane's registers; at most kMost.
+// Number of entries that a group gathers at once, at most kMost: their rows take 128 bytes of a lane's
+// registers.
 template <typename T, int kRows, int kMost = 4>
 constexpr int kMessagesInFlight =
     std::clamp(128 / (kTileFeatures * static_cast<int>(sizeof(T)) * kRows), 1, kMost);
@@ -54,7 +55,7 @@ struct MessageLane {
   static constexpr int kVec = kTileVec<T>, kChunks = kTileChunks<T>;
   using A = Acc<T>;
 
-  std::int64_t group;  // index of the slice
+  std::int64_t group;  // index of the slice of this lane's group
   std::int64_t width;
   std::int64_t first;  // first feature of the lane's first chunk
   int lanes;
@@ -75,7 +76,8 @@ struct MessageLane {
            static_cast<std::uint64_t>(position) * static_cast<std::uint32_t>(sign_bytes);
   }
 
-  // Zeros unless `wanted`, and beyond the width. The number of rows and a row's bytes are less than 2^32.
+  // Zeros unless `wanted`, and beyond the width. The number of rows, and the bytes of one row, must be less
+  // than 2^32.
   __device__ __forceinline__ TileRow<T> load(const DenseView& x, std::int64_t row, bool wanted = true) const {
     const T* from = row_from<T>(x, static_cast<std::uint32_t>(row));
     TileRow<T> found;
@@ -93,7 +95,7 @@ struct MessageLane {
     for (int i = 0; i < kTileFeatures; ++i) to[i] = found[i];
   }
 
-  // A row of a contiguous matrix (rows, width) in the accumulation type, cached in L1.
+  // Loads a row of a contiguous matrix (rows, width) in the accumulation type, and keeps it in the L1 cache.
   __device__ __forceinline__ void load_wide(A (&to)[kTileFeatures], const void* x, std::int64_t row) const {
     constexpr int kWide = kVec < kTileVec<A> ? kVec : kTileVec<A>;
     const A* from = static_cast<const A*>(x) + row * width;
@@ -110,8 +112,8 @@ struct MessageLane {
     }
   }
 
-  // The lane's weights in a row of a map; beyond the width they are undefined, because results are not
-  // stored.
+  // Loads the lane's weights in a row of a map. Weights beyond the width are undefined, because the results
+  // there are not stored.
   __device__ __forceinline__ void load_weights(A (&to)[kTileFeatures], const A* row) const {
     constexpr int kWide = kVec < kTileVec<A> ? kVec : kTileVec<A>;
 #pragma unroll
@@ -126,7 +128,7 @@ struct MessageLane {
     }
   }
 
-  // Stores to row `row` of a contiguous (rows, width) matrix of U.
+  // Stores the lane's features to row `row` of a contiguous (rows, width) matrix of U.
   template <typename U>
   __device__ __forceinline__ void store(void* to, std::int64_t row, const A (&x)[kTileFeatures]) const {
     constexpr int kMost = 16 / static_cast<int>(sizeof(U));
@@ -167,8 +169,8 @@ struct MessageLane {
   }
 };
 
-// Columns of some entries of a slice, and their positions in the caller's edge order. Every lane of a group
-// reads all of them, which is one transaction and needs no shuffle.
+// The columns of some entries of a slice, and their positions in the caller's edge order. Every lane of a
+// group reads all of them, which is one memory transaction and needs no shuffle.
 template <int kCount>
 struct NextEntries {
   std::uint32_t col[kCount];
@@ -239,7 +241,7 @@ __device__ __forceinline__ void add_projected(Acc<T> (&to)[kCount][kTileFeatures
 __device__ __forceinline__ float sigmoid(float z) { return __fdividef(1.0f, 1.0f + __expf(-z)); }
 __device__ __forceinline__ double sigmoid(double z) { return 1.0 / (1.0 + exp(-z)); }
 
-// Calls f with the message and whether edges' features are raw, as types.
+// Calls f(message, is_raw) with constants: the kind of message, and whether edge features are raw.
 template <typename F>
 void with_message(EdgeMessage message, bool raw, F&& f) {
   using std::bool_constant;
@@ -256,7 +258,8 @@ void with_message(EdgeMessage message, bool raw, F&& f) {
   }
 }
 
-// Lanes per group: as many as the width needs, at most for 128 bytes (16-bit features) or 256 bytes.
+// Lanes per group: as many as the width needs. The largest group covers 128 bytes of 16-bit features, or 256
+// bytes of wider features.
 inline int message_lanes(std::int64_t width) {
   int lanes = 1;
   while (lanes < 8 && lanes * kTileFeatures < width) lanes *= 2;

@@ -9,25 +9,26 @@ namespace fastsparse {
 // z = k_i + q_j + e_ij and v_ij = v_j + u_ij; e and u depend on the edge's features.
 enum class EdgeMessage : int { kRelu = 0, kGate = 1, kGateAndState = 2 };
 
-// The caller's maps of raw features, and the output in the layout of the kernels: transposed, padded with
-// zeros, in the accumulation type.
+// The caller's maps of raw features, which are copied to `out` in the kernels' layout: transposed, padded
+// with zeros, in the accumulation type.
 struct EdgeMapsArgs {
-  DenseView weight;    // (given_width, given_edge_width) of `dtype`; null data: `out` is laid out already
-  DenseView added;     // (given_width, given_edge_width) of `dtype`: added to W; null data: nothing
-  DenseView of_value;  // (given_width, given_edge_width) of `dtype`: U; null data: none
+  DenseView weight;    // W, (given_width, given_edge_width) of `dtype`; null data: `out` already has the maps
+  DenseView added;     // (given_width, given_edge_width) of `dtype`: added to W; null data: nothing is added
+  DenseView of_value;  // U, (given_width, given_edge_width) of `dtype`; null data: none
   const void* bias;    // (given_width); null: none
   std::int64_t given_width;
   std::int64_t given_edge_width;
   Dtype dtype;  // dtype of all maps and the bias
-  void* out;    // rows of `width`: edge_width of W, as many of U if it is given, and the bias if it is
+  void* out;  // rows of `width` elements: edge_width rows of W, edge_width rows of U and one row of the bias,
+              // if given
   std::int64_t width;
   std::int64_t edge_width;
 };
 
-// Edge features may be raw features a (then e = W a + bias and u = U a), or they are e itself, or there are
-// none.
+// Edges have raw features a (then e = W a + bias and u = U a), or their features are e, or they have no
+// features.
 struct EdgeMessageInput {
-  EdgeMessage message;   // kGateAndState: only if `edge` has e; z and sums of the gates are also results
+  EdgeMessage message;   // kGateAndState needs e in `edge`; z and sums of gates are also results
   DenseView k;           // (num_rows, width); gates only
   DenseView q;           // (num_cols, width)
   DenseView v;           // (num_cols, width); gates only
@@ -41,7 +42,7 @@ struct EdgeMessageInput {
   Dtype dtype;
 };
 
-// Sets the widths of `maps` and the pointers into `maps.out`. Launchers call this first.
+// Sets the widths in `maps` and the pointers into `maps.out`. Launchers call this function first.
 inline void find_maps(EdgeMessageInput& input) {
   EdgeMapsArgs& maps = input.maps;
   if (maps.out == nullptr) {
@@ -65,15 +66,15 @@ struct EdgeMessageArgs {
   RowSplitView split;
   EdgeMessageInput input;
   void* out;    // (num_rows, width): sums of the messages
-  void* side;   // (num_rows, width): kGate: sum_j sigmoid'(z) v_ij, null: not computed; kGateAndState: sum_j
+  void* side;   // (num_rows, width). kGate: sum_j sigmoid'(z) v_ij, null: not computed. kGateAndState: sum_j
                 // sigmoid(z)
   void* state;  // (num_values, width): z; kGateAndState only
-  std::uint8_t* positive;  // (num_values, sign_bytes): a bit for every z > 0, null: not computed; relu only
+  std::uint8_t* positive;  // (num_values, sign_bytes): bits, set if z > 0; null: not computed; relu only
   std::int64_t sign_bytes;
   DenseView root;      // (num_rows, width): out_i += root_i, for relu (1 + eps) root_i; null data: nothing
   const void* eps;     // one number in dtype; relu with root only
   void* scale;         // 1 + eps in dtype, null: not computed
-  void* partial;       // (num_slots, width) in the accumulation type; CUDA only, as all partial results
+  void* partial;       // (num_slots, width) in the accumulation type; partial results are for CUDA only
   void* partial_side;  // (num_slots, width)
 };
 FASTSPARSE_ARGUMENTS(EdgeMessageArgs, AS(structure, a), ALSO(split), IN(input, message, k, q),
@@ -100,22 +101,23 @@ struct EdgeMessageBackwardArgs {
   CsrView a_t;
   RowSplitView split_t;
   EdgeMessageInput input;
-  DenseView grad;        // (num_rows, width) of out
-  DenseView grad_side;   // (num_rows, width) of side; kGateAndState only
+  DenseView grad;        // gradient of out, (num_rows, width)
+  DenseView grad_side;   // gradient of side, (num_rows, width); kGateAndState only
   DenseView state;       // (num_values, width); kGateAndState only
-  DenseView grad_state;  // (num_values, width), null data: 0
+  DenseView grad_state;  // gradient of state, (num_values, width); null data: 0
   const std::uint8_t* positive;
   std::int64_t sign_bytes;
-  const void* scale;  // the scale of the forward pass: grad_q_i += scale grad_i; null: 0; relu only
+  const void* scale;  // 1 + eps of the forward pass: grad_q_i += scale grad_i; null: no root; relu only
   std::int64_t num_values;
   void* grad_q;         // (num_cols, width)
   void* grad_v;         // (num_cols, width); gates only
   void* grad_edge;      // (num_values, width), gradient of e; null: not computed
-  void* grad_features;  // (tiles, num_values, edge_width) of raw features in the accumulation type: scratch,
-                        // summed over the tiles of the width to maps.features; null: not computed
-  void* grad_weight;  // (groups, edge_width, width) in the accumulation type, relu: (groups, edge_width + 1,
-                      // width), with the bias: scratch, summed over the groups; null: not computed; CUDA only
-  void* grad_of_value;  // (groups, edge_width, width): as grad_weight; gates only
+  void* grad_features;  // scratch (tiles, num_values, edge_width) in the accumulation type: gradient of the
+                        // raw features per tile of the width; their sum is maps.features; null: not computed
+  void* grad_weight;    // scratch (groups, edge_width, width) in the accumulation type; for relu (groups,
+                        // edge_width + 1, width), with the bias: gradients per group of lanes, which are
+                        // summed; null: not computed; CUDA only
+  void* grad_of_value;  // scratch (groups, edge_width, width), the same as grad_weight for U; gates only
   std::int64_t groups;
   EdgeMapGradients maps;
   void* partial_q;

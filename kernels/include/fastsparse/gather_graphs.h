@@ -1,5 +1,5 @@
-// Batches of graphs, gathered from tensors that have the graphs of a whole dataset one after the other. One
-// call gathers all tensors of a batch. A graph's rows are contiguous, so a batch is one copy per graph and
+// Gathers a batch of graphs from tensors that store all graphs of a dataset, one after another. One call
+// gathers all tensors of a batch. A graph's rows are contiguous, so the batch needs one copy per graph and
 // tensor.
 //
 // Rows of one kind (nodes, edges, ...) share a pointer: graph g of the dataset has rows
@@ -20,23 +20,23 @@ constexpr int kMostGathered = 40;
 
 enum class GraphFieldKind : int {
   kCopy = 0,
-  kAddInt64 = 1,  // numbers of rows of another kind: adds where the graph's rows of that kind begin
+  kAddInt64 = 1,  // numbers of rows of another kind: adds the first of the graph's rows of that kind
   kAddInt32 = 2,
-  kGraph = 3,       // the graph that a row belongs to, int64; nothing is read
-  kFirst = 4,       // the pointer of the batch, int64; nothing is read
-  kRowPointer = 5,  // kAddInt64, and after the last row the total number of entries
-  kSlices = 6,      // (first entry, number of entries and row): the `RowSlice`s of uncut rows
+  kGraph = 3,       // the number of the graph to which a row belongs, int64; the dataset has no tensor for it
+  kFirst = 4,       // the pointer of the batch, int64; the dataset has no tensor for it
+  kRowPointer = 5,  // the same as kAddInt64; after the last row, it writes the total number of entries
+  kSlices = 6,  // (first entry, number of entries, row) of every row, which are the `RowSlice`s of uncut rows
 };
 
 // A tensor of the dataset and the corresponding tensor of the batch.
 struct GraphField {
   const void* from;
   void* to;
-  std::int64_t outer;      // product of the sizes before the dimension of the rows
-  std::int64_t row_bytes;  // bytes of a row, for one index of those dimensions
+  std::int64_t outer;      // product of the sizes of the dimensions before the dimension of the rows
+  std::int64_t row_bytes;  // bytes of a row, for one index of the dimensions before it
   std::int64_t from_rows;
   std::int64_t to_rows;
-  int rows;      // number of its pointer
+  int rows;      // number of the pointer to which the rows belong
   int added[2];  // pointers whose `first` is added, for index 0 and 1 of the dimension before the rows
   GraphFieldKind kind;
 };

@@ -17,9 +17,9 @@ constexpr int kHashBits = 24;
 constexpr int kKeyBits = 28;
 // Smallest number of equal hashes of similar rows (an estimated Jaccard similarity of 3/16).
 constexpr int kAgreement = 3;
-// Largest number of links that are followed to a cluster's root; longer chains are rare.
+// Largest number of links that are followed from a row to its cluster's root; longer chains are rare.
 constexpr int kMostLinks = 32;
-// Rows whose numbers differ by at most this count as near.
+// Two rows are near if their numbers differ by at most this number.
 constexpr int kNearRows = 64;
 
 // Random odd factors of every hash, passed to kernels by value because device code cannot read host
@@ -50,7 +50,7 @@ struct ColumnHash {
     return value >> dropped;
   }
 
-  // The largest hash; also the minimum of a row without columns.
+  // The largest hash, which is also the minimum of a row without columns.
   FASTSPARSE_HOST_DEVICE std::uint32_t most() const { return mask >> dropped; }
 };
 
@@ -65,7 +65,8 @@ FASTSPARSE_HOST_DEVICE std::int32_t sort_key(std::uint32_t hash, std::uint32_t n
   return static_cast<std::int32_t>(hash << free | (next & ((1u << free) - 1)));
 }
 
-// Eight bits of each hash of a signature. Different hashes are taken for equal with probability 1/256.
+// Eight bits of each hash of a signature. Two different hashes have the same eight bits with probability
+// 1/256.
 struct alignas(16) Signature {
   std::uint64_t half[2];
 };
@@ -79,18 +80,18 @@ FASTSPARSE_HOST_DEVICE int zero_bytes(std::uint64_t word) {
   return 8 - static_cast<int>(nonzero * kOnes >> 56);
 }
 
-// The similarity of a row to another: the number of equal hashes in the upper 32 bits, and the other row in
-// the lower 32 bits, so that among equally similar rows the one with the larger number is chosen.
+// The similarity of a row to another row: the number of equal hashes in the upper 32 bits, and the other row
+// in the lower 32 bits. So among equally similar rows, the row with the larger number is chosen.
 FASTSPARSE_HOST_DEVICE std::int64_t similarity(const Signature& row, const Signature& other,
                                                std::int64_t other_row) {
   const int equal = zero_bytes(row.half[0] ^ other.half[0]) + zero_bytes(row.half[1] ^ other.half[1]);
   return static_cast<std::int64_t>(equal) << 32 | other_row;
 }
 
-// The link from every row to its most similar row; to itself if no row is similar enough.
+// The link from every row to its most similar row, or to itself if no row is similar enough.
 struct RowLinks {
   const std::int64_t* rowptr;
-  const std::int64_t* best;  // similarity() of the most similar row; negative: there is none
+  const std::int64_t* best;  // similarity() to the most similar row; negative: none
 
   FASTSPARSE_HOST_DEVICE bool is_linked(std::int64_t row) const {
     return best[row] >= static_cast<std::int64_t>(kAgreement) << 32 && rowptr[row] != rowptr[row + 1];
@@ -105,8 +106,8 @@ struct RowLinks {
     return is_linked(row) && distance <= kNearRows && -distance <= kNearRows;
   }
 
-  // Every link leads to a pair of larger similarity, or of equal similarity and a larger row. So a tree ends
-  // in a pair of rows that are linked to each other; the smaller of them is the root.
+  // Along a chain of links, the similarity grows, or it stays equal and the row's number grows. So every
+  // chain ends in two rows that are linked to each other; the row with the smaller number is the root.
   FASTSPARSE_HOST_DEVICE std::int64_t root(std::int64_t row) const {
     std::int64_t linked = next(row);
     for (int links = 0; links < kMostLinks; ++links) {

@@ -1,10 +1,11 @@
 // How the CSR attention kernels assign rows, heads and features to lanes, and their shared code.
 //
-// `kHeadLanes` neighbouring lanes process one head of one slice of a row, 8 features each. A group of
-// heads_per_group neighbouring heads processes the same slice, so that together they gather contiguous pieces
-// of a row. Entries are processed in batches of kHeadLanes: lane `sub` of a head reads the column (and
-// computes the numbers per entry) of the batch's entry `sub`, and passes it to the others by shuffles. All
-// groups of a warp loop over the length of the longest slice, and are masked beyond the end of their own.
+// `kHeadLanes` neighbouring lanes process one head of one slice of a row, 8 features each. A group of lanes
+// processes heads_per_group neighbouring heads of the same slice, so that together they gather contiguous
+// pieces of a row. Entries are processed in batches of kHeadLanes: lane `sub` of a head reads the column (and
+// computes the numbers per entry) of the batch's entry `sub`, and passes them to the other lanes by shuffles.
+// All groups of a warp loop over the length of the longest slice, and mask entries beyond the end of their
+// own slice.
 #pragma once
 
 #include <algorithm>
@@ -30,12 +31,12 @@ struct Features {
   __device__ __forceinline__ float operator[](int i) const { return widen(pack[i / kVec].lane[i % kVec]); }
 };
 
-// Position of a lane's features in the rows of a matrix.
+// The addresses of a lane's features in row 0 of a matrix, from which `load` finds every row.
 template <typename T, int kVec>
 struct RowGather {
   const char* from[kLaneFeatures / kVec];
   std::uint32_t row_bytes;
-  int chunks;  // if chunks are single elements: as many as the head needs
+  int chunks;  // number of chunks that the head needs, if chunks are single elements
 
   __device__ __forceinline__ Features<T, kVec> load(std::uint32_t row) const {
     Features<T, kVec> features;
@@ -62,9 +63,9 @@ struct HeadLane {
   static constexpr int kChunks = kLaneFeatures / kVec;
   static constexpr int kChunkWidth = kHeadLanes * kVec;
 
-  std::int64_t group;  // index of the slice
+  std::int64_t group;  // index of the slice of this lane's group
   int sub;             // lane within its head
-  std::int64_t head;   // a valid head even if not live
+  std::int64_t head;   // valid in all lanes, also if `live` is false
   bool live;           // false for lanes beyond the last head
   std::int64_t first;  // the head's first feature in a row of all heads
   bool inside[kChunks];
@@ -97,8 +98,8 @@ struct HeadLane {
            head;
   }
 
-  // How to gather rows of x. Lanes without features gather their head's first features and do not use them,
-  // which is cheaper than a predicate on every load.
+  // Prepares gathering rows of x. Lanes without features gather the first features of their head and do not
+  // use them, because a predicate on every load would cost more.
   __device__ __forceinline__ RowGather<T, kVec> gather(const DenseView& x) const {
     RowGather<T, kVec> rows;
     rows.row_bytes = static_cast<std::uint32_t>(x.stride * sizeof(T));
@@ -111,7 +112,7 @@ struct HeadLane {
     return rows;
   }
 
-  // Features of a row; zeros beyond the head's last feature.
+  // Loads the lane's features of a row; zeros beyond the head's last feature.
   __device__ __forceinline__ void load(float (&to)[kLaneFeatures], const DenseView& x,
                                        std::int64_t row) const {
     const Features<T, kVec> features = gather(x).load(static_cast<std::uint32_t>(row));
@@ -119,7 +120,7 @@ struct HeadLane {
     for (int i = 0; i < kLaneFeatures; ++i) to[i] = inside[i / kVec] ? features[i] : 0.0f;
   }
 
-  // Features of all heads' float32 vector, (heads * head_width).
+  // Loads the lane's features of a float32 vector, (heads * head_width).
   __device__ __forceinline__ void load_vector(float (&to)[kLaneFeatures], const float* x) const {
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; ++i) {
@@ -127,7 +128,7 @@ struct HeadLane {
     }
   }
 
-  // Writes features of row `row` of a contiguous (rows, width) matrix of U.
+  // Writes the lane's features to row `row` of a contiguous (rows, width) matrix of U.
   template <typename U>
   __device__ __forceinline__ void store(void* to, std::int64_t row, std::int64_t width,
                                         const float (&x)[kLaneFeatures]) const {
@@ -143,7 +144,7 @@ struct HeadLane {
   }
 };
 
-// Entries that a lane gathers at once.
+// Number of entries that a lane gathers at once.
 template <int kVec>
 constexpr int kEntriesInFlight = kVec == 1 ? 2 : 4;
 
@@ -155,7 +156,8 @@ constexpr int resident_blocks(int of_16bit) {
   return of_16bit < most ? of_16bit : most;
 }
 
-// All lanes of a head get the same bits: in every step, both lanes add (or compare) the same two numbers.
+// Reduces over the lanes of a head. All lanes get the same bits: in every step, both lanes add (or compare)
+// the same two numbers.
 template <int kHeadLanes>
 __device__ __forceinline__ float sum_lanes(float v) {
 #pragma unroll
@@ -169,7 +171,7 @@ __device__ __forceinline__ float max_lanes(float v) {
   return v;
 }
 
-// Longest and shortest slice of a warp.
+// The lengths of the longest and of the shortest slice of a warp.
 struct WarpLength {
   int longest, shortest;
   __device__ __forceinline__ explicit WarpLength(int length)
@@ -177,7 +179,8 @@ struct WarpLength {
 };
 
 // Calls f(whole, step) for the steps of the batch of kHeadLanes entries that begins at `base`. `whole`, a
-// compile-time 0 or 1: every group of the warp has all entries of the step, so nothing needs to be masked.
+// compile-time 0 or 1, is 1 if every group of the warp has all entries of the step, so that f need not mask
+// entries.
 template <int kHeadLanes, int kInFlight, typename F>
 __device__ __forceinline__ void for_steps(int base, const WarpLength& length, F&& f) {
 #pragma unroll 1
@@ -203,11 +206,11 @@ __device__ __forceinline__ float log_sum_exp(float max, float sum) {
   return sum == 0 ? -kInfinity : max + logf(sum);
 }
 
-// Combines the softmax sums of the slices of split rows: 8 strands sum their slots in order, and then the
+// Merges the softmax states of the slices of split rows. 8 strands sum their slots in order, and then the
 // strands are added in order. There are no atomics.
 constexpr int kStrands = 8;
 
-// partial: (num_slots, width) relative to its own maximum; state: (num_slots, heads) {maximum, sum}.
+// partial: (num_slots, width), relative to the slot's maximum; state: (num_slots, heads), {maximum, sum}.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kStrands)
     combine_softmax_kernel(const RowSplitView split, const float* partial, const float2* state,
@@ -267,8 +270,8 @@ inline dim3 head_grid(std::int64_t num_slices, std::int64_t heads, int head_lane
   return dim3(ceil_div(num_slices, slices_per_block), ceil_div(heads, per_group));
 }
 
-// Calls f(element type, elements per load, lanes per head): 16-byte loads and as few lanes as the head needs,
-// or single elements where widths, strides or addresses do not allow it.
+// Calls f(element type, elements per load, lanes per head). Loads have 16 bytes, with as few lanes as the
+// head needs; or one element, if widths, strides or addresses do not allow 16 bytes.
 template <typename F>
 void with_head_lanes(Dtype dtype, std::int64_t head_width, std::initializer_list<std::int64_t> strides,
                      std::initializer_list<const void*> addresses, F&& f) {

@@ -9,7 +9,7 @@ namespace fastsparse {
 struct HeadScoresArgs {
   DenseView v;             // (num_rows, heads * head_width)
   const void* vectors[2];  // (heads, head_width) in the accumulation type; the second may be null
-  void* scores[2];  // (num_rows, heads) in the accumulation type; in the backward pass: their gradients
+  void* scores[2];  // (num_rows, heads) in the accumulation type; in the backward pass, their gradients
   std::int64_t num_rows;
   std::int64_t heads;
   std::int64_t head_width;
@@ -23,7 +23,7 @@ FASTSPARSE_ARGUMENTS(HeadScoresArgs, FIELDS(heads, v), NUM_ROWS(num_rows), WIDTH
 struct HeadScoresBackwardArgs {
   HeadScoresArgs forward;
   void* grad_v;           // (num_rows, heads * head_width) in dtype; null: not computed
-  bool adds;              // whether the gradient is added to grad_v, instead of overwriting it
+  bool adds;              // whether the gradient is added to grad_v instead of overwriting grad_v
   void* grad_vectors[2];  // (heads, head_width) in the accumulation type; null: not computed
 };
 FASTSPARSE_ARGUMENTS(HeadScoresBackwardArgs, FIELDS(forward, grad_v, adds), AS(grad_first, grad_vectors[0]),

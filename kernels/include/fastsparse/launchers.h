@@ -7,7 +7,7 @@
 
 #include "fastsparse/views.h"
 
-// Functions of `_C` whose arguments are those of the struct's FASTSPARSE_ARGUMENTS.
+// Operators that are also functions of `_C`, with the arguments of the struct's FASTSPARSE_ARGUMENTS.
 #define FASTSPARSE_OPERATORS(BOTH, CPU, CUDA)                      \
   BOTH(cbsr_gather, CbsrGatherArgs)                                \
   BOTH(cbsr_to_dense, CbsrToDenseArgs)                             \
@@ -57,7 +57,7 @@
   CUDA(sum_of_rows, SumOfRowsArgs)                                 \
   CUDA(weight_gradient, WeightGradientArgs)
 
-// Launchers that functions of binding.cpp call.
+// Launchers that binding.cpp calls from functions that do more than fill a struct.
 #define FASTSPARSE_LAUNCHERS(BOTH, CPU, CUDA)                  \
   BOTH(gather_graphs, GatherGraphsArgs)                        \
   BOTH(inspect, InspectArgs)                                   \

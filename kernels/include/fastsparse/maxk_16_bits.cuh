@@ -5,7 +5,7 @@
 
 namespace fastsparse::cuda {
 
-constexpr std::int64_t kMost16BitColumns = 1024;  // largest width that it supports
+constexpr std::int64_t kMost16BitColumns = 1024;  // largest supported width
 
 template <typename T>
 void maxk_16_bits(const MaxkArgs& args, cudaStream_t stream);

@@ -48,7 +48,8 @@ __device__ __forceinline__ void mma_m16n8k8<__nv_bfloat16>(float (&c)[4], std::u
       : "r"(a0), "r"(a1), "r"(b));
 }
 
-// C (16 x 8, float32) += A (16 x 8) B (8 x 8) of TF32 elements: float32 bits, the low 13 of them ignored.
+// C (16 x 8, float32) += A (16 x 8) B (8 x 8) of TF32 elements. These are float32 bits; the low 13 bits are
+// ignored.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                                                  std::uint32_t b1) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "

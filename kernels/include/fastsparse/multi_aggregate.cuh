@@ -10,7 +10,8 @@ namespace fastsparse::cuda {
 constexpr int kQuad = 4;  // features per lane
 constexpr int kQuadThreads = 128;
 
-// The edges' term of a message: none, W a_ij of edge features, or a row of the message's width.
+// The edges' term of a message: none, W a_ij from edge features a_ij, or one row e_ij per edge with the width
+// of the message.
 enum class EdgeTerm { kNone, kFeatures, kRow };
 
 // Calls f with the edges' term as a constant.
@@ -21,7 +22,7 @@ void with_edge_term(const MultiAggregateInput& input, F&& f) {
   f(std::integral_constant<EdgeTerm, EdgeTerm::kRow>{});
 }
 
-// Four aligned numbers, unconverted, in loads of up to 16 bytes.
+// Four neighbouring elements, aligned and unconverted, loaded with up to 16 bytes at once.
 template <typename T>
 struct RawQuad {
   static constexpr int kVec = sizeof(T) == 8 ? 2 : kQuad;
@@ -54,8 +55,8 @@ __device__ __forceinline__ void store_quad(const Acc<T> (&from)[kQuad], T* to) {
   }
 }
 
-// A lane's features in rows of `width`. If all rows are aligned, they are loaded and stored together,
-// otherwise one by one.
+// The features of a lane in rows of `width` features. If all rows are aligned, the features are loaded and
+// stored together, otherwise one by one.
 struct Quad {
   std::int64_t first;
   int count;  // number of the lane's features below the width
@@ -85,8 +86,8 @@ struct Quad {
   }
 };
 
-// A quad in a row of results, at the positions of MultiAggregateInput::place, with one division for all
-// aggregations.
+// The positions of a quad in a row of results (MultiAggregateInput::place), computed with one division for
+// all aggregations.
 template <typename T>
 class QuadOfResults {
  public:
@@ -110,7 +111,8 @@ class QuadOfResults {
     }
   }
 
-  // The results of one aggregation; zeros beyond the width. An aligned quad is within one group.
+  // Loads the results of one aggregation; zeros beyond the width. An aligned quad is within one group of
+  // features.
   __device__ __forceinline__ void load(const void* results, int slot, Acc<T> (&to)[kQuad]) const {
     const T* from = static_cast<const T*>(results) + first_ + slot * group_width_;
     if (quad_.aligned) return load_quad(from, to);
@@ -133,8 +135,8 @@ class QuadOfResults {
   std::int64_t offset_[kQuad];  // position of each feature, relative to first_
 };
 
-// A quad of several rows: those with `wanted(u)` are read, others are zeros. All loads are issued before
-// their results are used.
+// A quad of several rows. Rows with `wanted(u)` are read, others are zeros. All loads are issued before their
+// results are used.
 template <typename T, int kCount, typename RowAt, typename Wanted>
 __device__ __forceinline__ void gather_quads(Acc<T> (&to)[kCount][kQuad], const Quad& quad, RowAt row_at,
                                              Wanted wanted) {
@@ -160,7 +162,7 @@ __device__ __forceinline__ void gather_quads(Acc<T> (&to)[kCount][kQuad], const 
   }
 }
 
-// Whether quads of every array, in their dtype and in the accumulation type, can be loaded together.
+// Tells if quads of every array can be loaded together, in the features' dtype and in the accumulation type.
 template <typename T>
 bool quads_aligned(const MultiAggregateInput& input, std::initializer_list<const void*> others) {
   const auto fits = [](const void* address) {
@@ -180,7 +182,7 @@ inline int quad_lanes(std::int64_t width) {
   return lanes;
 }
 
-// Adds W a_ij of the first `wanted` of kCount entries. Every weight is read once for all of them.
+// Adds W a_ij of the first `wanted` of kCount entries. Every weight is read once for all of these entries.
 template <typename T, int kCount>
 __device__ __forceinline__ void add_features(Acc<T> (&x)[kCount][kQuad], const MultiAggregateInput& input,
                                              const Quad& quad, const std::uint32_t (&position)[kCount],
@@ -208,7 +210,7 @@ __device__ __forceinline__ void add_features(Acc<T> (&x)[kCount][kQuad], const M
   }
 }
 
-// x_j + e_ij of the first `wanted` of kCount entries.
+// Computes x_j + e_ij of the first `wanted` of kCount entries.
 template <typename T, EdgeTerm kEdges, int kCount>
 __device__ __forceinline__ void gather_messages(Acc<T> (&x)[kCount][kQuad], const MultiAggregateInput& input,
                                                 const Quad& quad, const Entries<kCount>& entries,
@@ -233,7 +235,7 @@ __device__ __forceinline__ void gather_messages(Acc<T> (&x)[kCount][kQuad], cons
   }
 }
 
-// The message, rounded to the features' dtype.
+// Rounds the message to the features' dtype.
 template <typename T>
 __device__ __forceinline__ Acc<T> message(Acc<T> without_destination, Acc<T> destination) {
   return widen(narrow<T>(without_destination + destination));

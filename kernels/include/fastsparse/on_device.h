@@ -1,4 +1,4 @@
-// Launches on a device, for callers with its number and a stream: the binding and the C++ library.
+// Launches on a device, for callers that have a device number and a stream: the binding and the C++ library.
 #pragma once
 
 #include <stdexcept>
@@ -18,13 +18,13 @@ struct CudaError {
   throw std::runtime_error("fastsparse_core was built without CUDA: see doctor");
 }
 
-// The message about the driver that a build needs. CUDA versions are as in CUDART_VERSION; `supported` is
-// that of the driver, 0 without a driver.
+// The error message that names the driver version that a build needs. CUDA versions are numbered as in
+// CUDART_VERSION. `supported` is the CUDA version of the driver, 0 without a driver.
 inline std::string old_driver_text(int built_for, int supported) {
   const auto version = [](int of) {
     return std::to_string(of / 1000) + "." + std::to_string(of % 1000 / 10);
   };
-  // Programs of a CUDA version run with the first driver of the same major version.
+  // Programs built with any minor version of CUDA run with the first driver of its major version.
   const int oldest = built_for < 12000 ? 450 : built_for < 13000 ? 525 : 580;
   const std::string found = supported == 0
                                 ? "there is no NVIDIA driver"
@@ -48,8 +48,8 @@ inline std::string text_of(const CudaError& error) {
   return old_driver_text(CUDART_VERSION, supported);
 }
 
-// Makes the tensors' device current for a launch. With a statically linked runtime, a launch for another
-// device would report success and write nothing.
+// Makes the device of the tensors current for a launch. With a statically linked runtime, a launch while
+// another device is current would report success and write nothing.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {

@@ -1,5 +1,5 @@
 // Converts Python arguments to the fields of structs, with the lists of arguments.h. `_C` is not linked to
-// PyTorch, so it reads attributes of tensors as Python does.
+// PyTorch, so it reads the Python attributes of tensors.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -22,13 +22,13 @@ namespace fastsparse {
 
 namespace py = pybind11;
 
-// The result of a Python function; throws its error if there is none.
+// Takes ownership of the result of a Python C API function. If the result is null, throws Python's error.
 inline py::object held(PyObject* object) {
   if (object == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(object);
 }
 
-// Attributes that are read from tensors.
+// Names of the attributes that are read from tensors.
 struct Names {
   PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
   PyObject* stride = PyUnicode_InternFromString("stride");
@@ -52,7 +52,7 @@ inline std::vector<PyObject*>& known_dtypes() {
   return known;
 }
 
-// The argument that is being read.
+// The argument that is being read, and functions that convert it.
 class Given {
  public:
   const char* function = nullptr;
@@ -94,7 +94,7 @@ class Given {
     return value != 0;
   }
 
-  // 0 for None.
+  // The address of a tensor's data, or the argument as a number; 0 for None.
   std::uintptr_t address() const {
     if (object == Py_None) return 0;
     constexpr auto kMost = std::numeric_limits<std::uintptr_t>::max();
@@ -102,8 +102,8 @@ class Given {
     const auto found = held(known(PyObject_CallMethodNoArgs(object, names().data_ptr)));
     const std::uintptr_t address = PyLong_AsUnsignedLongLong(found.ptr());
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    // The address of a tensor with a freed storage is its offset in the storage. Checking the storage size of
-    // every tensor would take 90 ns, 1.6 % of the host time of a small spmm.
+    // If a tensor's storage was freed, the address is the tensor's offset in the storage. Checking the
+    // storage size of every tensor would take 90 ns, 1.6 % of the host time of a small spmm.
     if (address < kMinAddress) check_memory();
     return address;
   }
@@ -142,10 +142,11 @@ class Given {
 
  private:
   // Allocators return memory above 4 GiB, unless the program is linked to fixed addresses. Offsets in freed
-  // storages are less than that unless the storage was larger.
+  // storages are below 4 GiB unless the storage was larger.
   static constexpr auto kMinAddress = std::uintptr_t{1} << 32;
 
-  // Checks that an object has the attribute of a tensor; otherwise raises an error.
+  // Checks that reading an attribute of the object succeeded; otherwise raises an error that names the
+  // argument.
   PyObject* known(PyObject* answer) const {
     if (answer == nullptr && PyErr_ExceptionMatches(PyExc_AttributeError) != 0) {
       PyErr_Clear();
@@ -169,8 +170,8 @@ class Given {
     throw py::error_already_set();
   }
 
-  // Raises an error for tensors whose storage was resized to 0 bytes, as FSDP does between uses; their shape
-  // does not change. Not inlined, because it would slow down every call.
+  // Raises an error for tensors whose storage was resized to 0 bytes, as FSDP does between uses; the shape of
+  // these tensors does not change. The function is not inlined, because inlining would slow down every call.
   [[gnu::cold, gnu::noinline]] void check_memory() const {
     const auto numel = held(known(PyObject_CallMethodNoArgs(object, names().numel)));
     if (PyLong_AsLongLong(numel.ptr()) == 0) return;
@@ -307,7 +308,7 @@ inline void divide(Given&, char* args, const Argument& argument) {
 
 constexpr std::size_t kMostArguments = 48;
 
-// Arguments of a Python function that fill one struct and then another.
+// The arguments of a Python function. They fill one struct and then another one.
 class Parameters {
  public:
   // The arguments that fill one of the two structs.
@@ -334,14 +335,14 @@ class Parameters {
 
   const char* name() const { return name_.c_str(); }
   const char* doc() const { return doc_.c_str(); }
-  // The name without a method's class.
+  // The function's name without its class, if it is a method.
   const char* doc_name() const {
     const std::size_t dot = name_.rfind('.');
     return name_.c_str() + (dot == std::string::npos ? 0 : dot + 1);
   }
 
-  // Fills `args` and `where` from the arguments of a call: `count` positional ones, then those named by
-  // `keywords`.
+  // Fills `args` and `where` from the arguments of a call: first `count` positional arguments, then the
+  // arguments that `keywords` names.
   void read(PyObject* const* given, Py_ssize_t count, PyObject* keywords, void* args, void* where) {
     // Reading arguments may let other threads run, which may add other call sites.
     PyObject* objects[kMostArguments];
@@ -363,8 +364,8 @@ class Parameters {
  private:
   static constexpr std::uint8_t kMissing = 255;
 
-  // The position of every argument in a call. The tuple of names is a constant of the calling code, unless
-  // the call has more than 15 of them or a starred argument: then Python makes a tuple for every call.
+  // The position of every argument in a call. `keywords` is a constant of the calling code, unless the call
+  // has more than 15 keywords or a starred argument: then Python makes a new tuple for every call.
   struct CallSite {
     PyObject* keywords = nullptr;
     Py_ssize_t count = -1;
@@ -397,7 +398,7 @@ class Parameters {
     }
     CallSite learnt = place_arguments(count, keywords);
     CallSite& site = sites_[next_site_++ % kNumSites];
-    Py_XINCREF(keywords);  // otherwise another tuple could get its address
+    Py_XINCREF(keywords);  // keeps the tuple, so that no other tuple can get its address
     std::swap(site, learnt);
     Py_XDECREF(learnt.keywords);
     return site;

@@ -14,8 +14,8 @@
 
 namespace fastsparse {
 
-// First two of the four words of a block, the first one in the low half. Key: two words; counter: (c0, c1,
-// c2, 0).
+// Returns the first two of the four words of a block, the first word in the low half. The key has two words;
+// the counter is (c0, c1, c2, 0).
 FASTSPARSE_HOST_DEVICE std::uint64_t philox64(std::uint32_t key0, std::uint32_t key1, std::uint32_t c0,
                                               std::uint32_t c1, std::uint32_t c2) {
   std::uint32_t c3 = 0;
@@ -35,13 +35,14 @@ FASTSPARSE_HOST_DEVICE std::uint64_t philox64(std::uint32_t key0, std::uint32_t 
   return static_cast<std::uint64_t>(c1) << 32 | c0;
 }
 
-// First of the four words of a block.
+// Returns the first of the four words of a block.
 FASTSPARSE_HOST_DEVICE std::uint32_t philox(std::uint32_t key0, std::uint32_t key1, std::uint32_t c0,
                                             std::uint32_t c1, std::uint32_t c2) {
   return static_cast<std::uint32_t>(philox64(key0, key1, c0, c1, c2));
 }
 
-// Drops an entry with probability p and scales the others by 1 / (1 - p). threshold 0: no dropout.
+// Drops an entry with probability p and multiplies the others by 1 / (1 - p). If threshold is 0, there is no
+// dropout.
 struct Dropout {
   std::uint32_t key0;
   std::uint32_t key1;
@@ -56,8 +57,8 @@ inline Dropout make_dropout(double p, std::int64_t seed) {
           static_cast<float>(1.0 / (1.0 - p))};
 }
 
-// Factor of the weight of entry (row, column) and head. Row and column are those of the caller's structure,
-// also in passes over its transpose.
+// The dropout factor of the weight of entry (row, column) and head. Row and column are numbered as in the
+// caller's structure, also in passes over its transpose.
 FASTSPARSE_HOST_DEVICE float dropout_factor(const Dropout& dropout, std::uint32_t row, std::uint32_t col,
                                             std::uint32_t head) {
   if (dropout.threshold == 0) return 1.0f;

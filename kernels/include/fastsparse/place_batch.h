@@ -18,7 +18,7 @@ struct HopRows {
   std::int64_t end[kMostHops];        // where a hop ends in the batch
 };
 
-// Rows of one tensor, for all hops or for the first ones.
+// Rows of one tensor, for all hops or for the first hops.
 struct PlacedRows {
   const void* from;
   void* to;
@@ -29,19 +29,20 @@ struct PlacedRows {
 };
 FASTSPARSE_ARGUMENTS(PlacedRows, FIELDS(from, to, num_rows, row_bytes, is_of_edges, is_empty));
 
-// Nodes of one type and edges of one type; if there are none of a kind, it has no hops.
+// A batch with nodes of one type and edges of one type. A batch without edges (or without nodes) has no hops
+// of that kind.
 struct PlaceBatchArgs {
   HopRows nodes;
   HopRows edges;
   HopRows sources;  // the nodes that the edges connect
   HopRows targets;
-  bool* node_mask;  // whether a row belongs to the batch
+  bool* node_mask;  // whether a node's position holds a row of the batch
   bool* edge_mask;
-  float* node_ends;  // `end` as numbers
+  float* node_ends;  // the ends of the hops of nodes, as float32
   float* edge_ends;
-  const void* edge_index;  // (2, number of the batch's edges), nodes as numbered in the batch; null: none
-  void* edge_index_out;    // (2, number of places)
-  const std::int64_t* padding;  // (2, number of places): edges of padding
+  const void* edge_index;  // (2, number of the batch's edges), nodes as numbered in the batch; null: no edges
+  void* edge_index_out;    // (2, number of positions)
+  const std::int64_t* padding;  // (2, number of positions): ends of padded edges
   bool edge_index_is_64bit;
   int num_tensors;
   PlacedRows tensor[kMostPlaced];
@@ -49,8 +50,8 @@ struct PlaceBatchArgs {
 
 // The content of a position in the padded memory.
 struct Placed {
-  bool is_given;     // whether it is not padding
-  std::int64_t row;  // row of the batch; for padding, its first row
+  bool is_given;     // whether the position holds a row of the batch, not padding
+  std::int64_t row;  // number of the row in the batch; for padding, the number of the first row
 };
 
 FASTSPARSE_HOST_DEVICE std::int64_t first_row(const HopRows& rows, int hop) {

@@ -1,8 +1,8 @@
 // Neighbour sampling: arguments, the table of the batch's nodes and random numbers, for both devices.
 //
 // A batch is sampled in steps, one per hop and edge type. A step has a slot for every edge that it may choose
-// at random: rows are in the order of the batch's nodes, and a row's neighbours in the order in which they
-// were chosen.
+// at random. Slots are in the order of the batch's rows and, within a row, in the order in which neighbours
+// were chosen. A step has three stages:
 //
 //   sample   fills slots: chooses entries of the row at random, and finds or inserts their sources in the
 //            table. The table gets the first slot of the step that has the source, by an atomic minimum, so
@@ -11,8 +11,8 @@
 //            node that is new to the batch;
 //   write    numbers both in the order of slots: edges are compacted, new nodes are appended to the batch.
 //
-// So results depend neither on the order of threads nor on places in the table. Sizes stay on the device. The
-// host knows upper bounds, and reads the sizes after all steps. Then `emit_edges` writes the edges with the
+// So results depend neither on the order of threads nor on places in the table. Sizes stay on the device: the
+// host knows upper bounds, and reads the sizes after all steps. Then `emit_edges` writes the edges, with the
 // numbers of nodes instead of their places, and `emit_rows` writes the other arrays of a structure.
 #pragma once
 
@@ -26,18 +26,17 @@ namespace fastsparse {
 
 constexpr std::uint64_t kNoKey = ~std::uint64_t{0};
 constexpr std::uint32_t kNoPlace = ~std::uint32_t{0};
-// This bit is set in values of the table that are slots. Other values are numbers of nodes, which are
-// smaller.
+// A value of the table with this bit is a slot. Other values are numbers of nodes, which are smaller.
 constexpr std::uint32_t kIsSlot = std::uint32_t{1} << 31;
-// Number of tiles into which slots are divided. They are few, so that every thread block can add the counts
-// of all tiles before its own.
+// Number of tiles into which slots are divided. It is small, so that every thread block can add the counts of
+// all tiles before its own tile.
 constexpr int kMostTiles = 1024;
 
-// The table of the batch's nodes. All bytes of empty places are 0xff. If a graph has no more nodes than a
-// hash table would have places, every node has its own place. Otherwise, and for disjoint subgraphs, places
-// are found by open addressing with linear probing.
+// The table of the batch's nodes. All bytes of empty places are 0xff. If a hash table would have at least as
+// many places as the graph has nodes, there is no hash table: every node has its own place. Otherwise, and
+// for disjoint subgraphs, places are found by open addressing with linear probing.
 struct NodeTable {
-  std::uint64_t* key;    // (num_places), a power of two; null: every node has its own place
+  std::uint64_t* key;  // (num_places), where num_places is a power of two; null: every node has its own place
   std::uint32_t* value;  // (num_places)
   std::int64_t num_places;
   int bits;  // log2 of num_places, if there are keys
@@ -49,36 +48,36 @@ struct NodeList {
   std::int64_t* node;        // ids in the graph
   std::int32_t* seed;        // number of the seed to whose subgraph the node belongs; null: one subgraph
   std::int64_t num_nodes;    // number of nodes in the graph
-  std::int64_t first_place;  // first place of the type's nodes, if every node has its own place
+  std::int64_t first_place;  // place of the type's first node, if every node has its own place
   std::int32_t type;         // below 2^8
 };
 FASTSPARSE_ARGUMENTS(NodeList, FIELDS(node, seed, num_nodes, first_place, type));
 
-// The first nodes of a list.
+// Nodes with which a list begins before the first step.
 struct FirstNodes {
   NodeList list;
   std::int64_t count;
-  std::int64_t* count_out;  // the number of nodes, in device memory
+  std::int64_t* count_out;  // result: the number of nodes, in device memory
 };
 FASTSPARSE_ARGUMENTS(FirstNodes, FIELDS(list, count, count_out));
 
 struct SampleStep {
   CsrView a;
-  const float* weight;       // (num_edges), per entry; null: all entries are equally likely
-  const double* weight_sum;  // (num_edges + 1) sums of the weights before every entry; with replacement
-  std::int64_t fanout;       // < 0: all
+  const float* weight;       // (num_edges) weight of every entry; null: all entries are equally likely
+  const double* weight_sum;  // (num_edges + 1): sum of the weights before every entry; only with replacement
+  std::int64_t fanout;       // number of entries chosen per row; negative: all entries
   bool replace;
   bool induced;          // chooses all entries whose source is in the batch; adds no nodes
   std::uint32_t number;  // number of the step; its random numbers depend on it
   NodeList dst;
   NodeList src;
   const std::int64_t* first_row;     // first row of the step, as the number of a destination
-  const std::int64_t* end_row;       // one past the last row
-  const std::int64_t* nodes_before;  // number of sources in the batch
+  const std::int64_t* end_row;       // one past the last row of the step
+  const std::int64_t* nodes_before;  // number of sources in the batch before the step
   std::int64_t* nodes_after;
-  const std::int64_t* edges_before;  // number of edges in the following three arrays
+  const std::int64_t* edges_before;  // number of edges in `place`, `row` and `edge_id` before the step
   std::int64_t* edges_after;
-  std::uint32_t* place;   // place of every edge's source in the table; CPU: number of the source
+  std::uint32_t* place;   // place in the table of every edge's source; CPU: number of the source
   std::int32_t* row;      // destination of every edge
   std::int64_t* edge_id;  // position of every edge in the caller's order
   std::int64_t most_rows;
@@ -96,7 +95,7 @@ FASTSPARSE_ARGUMENTS(SampleStep, AS(structure, a),
 
 struct SampleArgs {
   NodeTable table;
-  std::int64_t* sizes;  // 0 before the first step; the first one becomes 1 if a node is not in the graph
+  std::int64_t* sizes;  // 0 before the first step; sizes[0] becomes 1 if a node is not in the graph
   std::int64_t num_sizes;
   std::uint64_t seed;
   const FirstNodes* first_nodes;
@@ -130,18 +129,18 @@ struct EmitRowsArgs {
 FASTSPARSE_ARGUMENTS(EmitRowsArgs, FIELDS(row, num_edges, num_rows, rowptr, inv_degree, slices));
 
 struct GatherRowsArgs {
-  const void* table;  // in memory that the device can read; for a divided table: one of its parts
+  const void* table;  // in memory that the device can read; if the table is divided: one of its parts
   const std::int64_t* index;
   void* out;
   std::int64_t num_rows;
   std::int64_t row_bytes;
   // On CUDA only:
   std::int64_t out_row_bytes;  // at least row_bytes; the rest of a row is filled with zeros
-  // For a table on several devices: row i is row i / num_parts of part i % num_parts.
+  // If the table is divided among devices, row i is row i / num_parts of part i % num_parts.
   const std::int64_t* parts;  // (num_parts) addresses; null: the table is whole
   std::int64_t num_parts;
   const void* kept;           // copies of some rows on this device; null: none
-  const std::int32_t* place;  // (rows of the table) number of a row among the copies, or -1
+  const std::int32_t* place;  // (number of rows of the table): number of a row's copy in `kept`, or -1
 };
 FASTSPARSE_ARGUMENTS(GatherRowsArgs, FIELDS(table, index, out, num_rows, row_bytes, out_row_bytes),
                      OPTIONAL(parts, num_parts, kept, place));
@@ -153,7 +152,7 @@ FASTSPARSE_HOST_DEVICE std::uint64_t node_key(const NodeList& list, std::int64_t
          static_cast<std::uint64_t>(node);
 }
 
-// Replaces `expected` at an address by `wanted`; returns what was there before.
+// Replaces the number at an address by `wanted` if it equals `expected`. Returns the number before the call.
 FASTSPARSE_HOST_DEVICE std::uint64_t compare_and_swap(std::uint64_t* at, std::uint64_t expected,
                                                       std::uint64_t wanted) {
 #ifdef __CUDA_ARCH__
@@ -185,7 +184,7 @@ FASTSPARSE_HOST_DEVICE void lower_to(std::uint32_t* at, std::uint32_t value) {
 #endif
 }
 
-// The node of a list at a place of the table.
+// The node of a list that has this place in the table.
 FASTSPARSE_HOST_DEVICE std::int64_t node_at(const NodeTable& table, const NodeList& list,
                                             std::uint32_t place) {
   return table.key == nullptr ? static_cast<std::int64_t>(place) - list.first_place
@@ -196,7 +195,7 @@ FASTSPARSE_HOST_DEVICE std::int32_t seed_at(const NodeTable& table, std::uint32_
   return static_cast<std::int32_t>(table.key[place] >> 32 & 0xffffffu);
 }
 
-// Where the search for a node begins (Fibonacci hashing; Knuth, vol. 3, section 6.4).
+// The place where the search for a node begins (Fibonacci hashing; Knuth, vol. 3, section 6.4).
 FASTSPARSE_HOST_DEVICE std::uint32_t home(const NodeTable& table, const NodeList& list, std::int64_t node,
                                           std::int32_t seed) {
   if (table.key == nullptr) return static_cast<std::uint32_t>(list.first_place + node);
@@ -205,7 +204,7 @@ FASTSPARSE_HOST_DEVICE std::uint32_t home(const NodeTable& table, const NodeList
   return static_cast<std::uint32_t>(key * 0x9E3779B97F4A7C15ull >> (64 - table.bits));
 }
 
-// The place of a node; kNoPlace if it is not in the batch.
+// The place of a node, or kNoPlace if the node is not in the batch.
 FASTSPARSE_HOST_DEVICE std::uint32_t find(const NodeTable& table, const NodeList& list, std::int64_t node,
                                           std::int32_t seed) {
   std::uint32_t place = home(table, list, node, seed);
@@ -219,8 +218,8 @@ FASTSPARSE_HOST_DEVICE std::uint32_t find(const NodeTable& table, const NodeList
   }
 }
 
-// The place of a node, which is inserted if necessary. The table is never full: it has at least 1.5 times as
-// many places as the batch has nodes.
+// The place of a node. If the node is not in the table, the function inserts it. The table is never full: it
+// has at least 1.5 times as many places as the batch has nodes.
 FASTSPARSE_HOST_DEVICE std::uint32_t find_or_insert(const NodeTable& table, const NodeList& list,
                                                     std::int64_t node, std::int32_t seed) {
   std::uint32_t place = home(table, list, node, seed);
@@ -236,15 +235,16 @@ FASTSPARSE_HOST_DEVICE std::uint32_t find_or_insert(const NodeTable& table, cons
 
 // ---------------------------------------------------------------- random numbers
 
-// 64 random bits. The counter consists of a row of the batch, the number of the draw in that row, and the
-// step.
+// 64 random bits. The counter consists of a row of the batch, the number of the draw within that row, and the
+// number of the step.
 FASTSPARSE_HOST_DEVICE std::uint64_t draw_bits(std::uint64_t seed, const SampleStep& step, std::int64_t row,
                                                std::int64_t draw) {
   return philox64(static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32),
                   static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(draw), step.number);
 }
 
-// A random number below `count`; the probabilities are equal up to count / 2^64.
+// A random number below `count`, computed from 64 random bits. The probabilities are equal up to count /
+// 2^64.
 FASTSPARSE_HOST_DEVICE std::uint32_t below(std::uint64_t bits, std::uint32_t count) {
 #ifdef __CUDA_ARCH__
   return static_cast<std::uint32_t>(__umul64hi(bits, count));
@@ -253,15 +253,15 @@ FASTSPARSE_HOST_DEVICE std::uint32_t below(std::uint64_t bits, std::uint32_t cou
 #endif
 }
 
-// A random number in [0, 1).
+// A random number in [0, 1), computed from 64 random bits.
 FASTSPARSE_HOST_DEVICE double unit(std::uint64_t bits) { return static_cast<double>(bits >> 11) * 0x1p-53; }
 
-// The bits of an exponentially distributed key; they have the order of the keys. The entries with the
-// smallest keys are a weighted sample without replacement (Efraimidis and Spirakis, "Weighted random sampling
-// with a reservoir", 2006).
+// The bits of an exponentially distributed key, which sort like the key. The entries with the smallest keys
+// are a weighted sample without replacement (Efraimidis and Spirakis, "Weighted random sampling with a
+// reservoir", 2006).
 FASTSPARSE_HOST_DEVICE std::uint32_t weighted_key(std::uint64_t bits, float weight) {
-  // Rounded from float64 to float32, so that devices agree although their logarithms may differ in the last
-  // bit.
+  // The key is computed in float64 and rounded to float32, so that devices agree although their logarithms
+  // may differ in the last bit.
   const auto key = static_cast<float>(-std::log(1.0 - unit(bits)) / static_cast<double>(weight));
   std::uint32_t word;
 #ifdef __CUDA_ARCH__
@@ -272,12 +272,12 @@ FASTSPARSE_HOST_DEVICE std::uint32_t weighted_key(std::uint64_t bits, float weig
   return word;
 }
 
-// The entry of a row for a random number in [0, 1), with probabilities proportional to the weights. At least
-// one weight of the row is positive.
+// The entry of a row for a random number in [0, 1). Its probability is proportional to its weight. At least
+// one weight of the row must be positive.
 FASTSPARSE_HOST_DEVICE std::int64_t entry_at(const double* weight_sum, std::int64_t begin, std::int64_t end,
                                              double number) {
   const double target = weight_sum[begin] + number * (weight_sum[end] - weight_sum[begin]);
-  std::int64_t low = begin, high = end - 1;  // searches the last entry whose sum is at most the target
+  std::int64_t low = begin, high = end - 1;  // finds the last entry whose sum is at most the target
   while (low < high) {
     const std::int64_t middle = (low + high + 1) / 2;
     if (weight_sum[middle] <= target) {
@@ -293,14 +293,15 @@ FASTSPARSE_HOST_DEVICE std::int64_t entry_at(const double* weight_sum, std::int6
 // ---------------------------------------------------------------- launchers
 
 namespace cpu {
-// Threads fill pieces of `piece` rows, and call `filled` with the first row of a piece and the row after its
-// last. past_caches: bypasses the caches, for memory that the CPU does not read afterwards.
+// Threads fill pieces of `piece` rows. After each piece, `filled` is called with the piece's first row and
+// the row after its last row. past_caches: stores bypass the caches, for memory that the CPU does not read
+// afterwards.
 void gather_rows(const GatherRowsArgs& args, int threads, std::int64_t piece, bool past_caches,
                  const std::function<void(std::int64_t, std::int64_t)>& filled);
 }  // namespace cpu
 
 namespace cuda {
-// Copies from page-locked memory to the device.
+// Copies page-locked host memory to the device.
 int send(void* to, const void* from, std::int64_t bytes, void* stream);
 }  // namespace cuda
 

@@ -1,4 +1,5 @@
-// Sums the gradients of aggregate_linear's parameters over slabs: kernels/cuda/aggregate_linear_backward.cu.
+// Adds the gradients of aggregate_linear's parameters over slabs of rows:
+// kernels/cuda/aggregate_linear_backward.cu.
 #pragma once
 
 #include "fastsparse/views.h"
@@ -12,8 +13,8 @@ struct SlabSumsArgs {
   float* grad_root;      // out (of_weight)
   float* grad_bias;      // out (of_bias)
   std::int64_t num_slabs;
-  std::int64_t of_weight;  // elements of W
-  std::int64_t of_bias;    // elements of the bias; 0: not computed
+  std::int64_t of_weight;  // number of elements of W
+  std::int64_t of_bias;    // number of elements of the bias; 0: not computed
 };
 
 }  // namespace fastsparse

@@ -9,22 +9,22 @@
 
 namespace fastsparse {
 
-// Facts for the host about a sorted index.
+// Facts about a sorted index, for the host.
 enum SegmentFact : int {
-  kCutSegments = 0,  // the first two facts are `RowSplitArgs::totals`
+  kCutSegments = 0,  // the first two facts are also `RowSplitArgs::totals`
   kSegmentSlots,
-  kIndexDescends,   // 1: the index did not ascend
-  kEntriesInRange,  // number of entries of all segments; entries out of range are not counted
+  kIndexDescends,   // 1: the index was not in ascending order
+  kEntriesInRange,  // number of entries of all segments, without those whose segment is out of range
   kNumSegmentFacts,
 };
 
-// Target of unused slices at the end of the list; kernels skip them.
+// Target of the unused slices at the end of the list, which kernels skip.
 constexpr std::int32_t kNoTarget = std::numeric_limits<std::int32_t>::min();
 
-// Sorts stably by an unchecked index, finds the segments and cuts them into slices. Numbers that are not
-// valid indices come after all segments.
+// Sorts an index stably, finds its segments, and cuts them into slices. The index is not checked: numbers
+// that are no valid segments are sorted to the end, and belong to no segment.
 struct SortSegmentsArgs {
-  const void* index;  // (num_rows)
+  const void* index;  // (num_rows) segment of every row
   bool index_is_64bit;
   std::int64_t num_rows;      // 1 to 2^31 - 1
   std::int64_t num_segments;  // at least 1
@@ -38,7 +38,7 @@ struct SortSegmentsArgs {
   std::int64_t* host_facts;   // (kNumSegmentFacts) in host memory that the device can write
 };
 
-// Sorted keys; the keys of row r equal r.
+// Sorted keys of entries. The entries of row r have the key r.
 struct SortedKeys {
   const std::uint32_t* key;  // (num_keys)
   std::int64_t num_keys;
@@ -50,13 +50,13 @@ namespace cuda {
 std::size_t sort_segments_scratch_bytes(const SortSegmentsArgs& args);
 int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scratch_bytes, void* stream);
 
-// Finds the row pointers of sorted keys, then the rows' slices. `args.totals` has space for all facts, which
-// are also copied to the host. The fact kIndexDescends must be there before.
+// Finds the row pointers of sorted keys, then cuts the rows into slices. `args.totals` has space for all
+// facts, which are also copied to the host. The caller must have written the fact kIndexDescends before.
 int row_split_of_keys(const RowSplitArgs& args, const SortedKeys& keys, std::int64_t* host_facts,
                       void* stream);
 
-// `segment_reduce` if only the device knows, in `facts`, how many segments are cut. The numbers in `args` of
-// cut segments and of slices are upper bounds; unused slices have no target.
+// Does the same as `segment_reduce`, if only the device knows (in `facts`) how many segments are cut. In
+// `args`, the numbers of cut segments and of slices are upper bounds; unused slices have no target.
 int segment_reduce_unseen(const SegmentReduceArgs& args, const std::int64_t* facts, void* stream);
 
 }  // namespace cuda

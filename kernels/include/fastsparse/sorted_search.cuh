@@ -7,9 +7,9 @@
 
 namespace fastsparse::cuda {
 
-// The first of the positions low .. high whose number is at least `least`. If the numbers do not ascend, the
-// result is any position of low .. high. A warp reads 32 positions at a time, so among a million numbers, it
-// waits for memory four times instead of twenty.
+// Returns the first of the positions low .. high whose number is at least `least`. If the numbers do not
+// ascend, the result is any of these positions. A warp reads 32 positions at a time, so among a million
+// numbers, it waits for memory four times instead of twenty times.
 template <typename Number>
 __device__ std::int64_t search_warp(const Number* sorted, std::int64_t low, std::int64_t high,
                                     std::int64_t least) {
@@ -25,7 +25,7 @@ __device__ std::int64_t search_warp(const Number* sorted, std::int64_t low, std:
   return low;
 }
 
-// As search_warp, by one thread.
+// Does the same as search_warp, with one thread.
 template <typename Number>
 __device__ std::int64_t search(const Number* sorted, std::int64_t low, std::int64_t high,
                                std::int64_t least) {

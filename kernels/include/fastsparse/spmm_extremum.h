@@ -5,18 +5,18 @@
 
 namespace fastsparse {
 
-// SpmmExtremumArgs::arg has the position of the chosen edge in the caller's order (the low 32 bits, if there
-// are that many edges), or this number if a row has no edges.
+// SpmmExtremumArgs::arg has the position of the chosen edge in the caller's order (its low 32 bits, if
+// positions are larger), or this number if a row has no edges.
 constexpr std::int32_t kNoEdge = -1;
 
 struct SpmmExtremumBackwardArgs {
-  CsrView a;  // on CUDA the transpose, like the slices; on the CPU the structure itself
+  CsrView a;  // CUDA: the transposed structure, to which split_t belongs; CPU: the structure itself
   RowSplitView split_t;
   EdgeValueView value;         // null data if values were added; grad_value is then computed as for x = 1
   DenseView grad;              // (num_rows, width)
   DenseView x;                 // (num_cols, width); read for grad_value; null: values were added
-  const std::int32_t* arg;     // (num_rows, width), of the forward pass
-  const std::int32_t* source;  // (num_values): source of every edge; for the CPU and for grad_value
+  const std::int32_t* arg;     // (num_rows, width), result of the forward pass
+  const std::int32_t* source;  // (num_values): source of every edge; required on the CPU, and for grad_value
   void* grad_x;                // (num_cols, width); on the CPU in the accumulation type
   void* grad_value;            // (num_values, heads), zeros in the accumulation type; null: not computed
   void* partial;               // (num_slots, width) in the accumulation type; CUDA only

@@ -1,18 +1,18 @@
-// The matricised dot product of TCA-SpMM (section 4.1) with mma m16n8k8, read from CSR.
+// The matricised dot product of TCA-SpMM (section 4.1) with mma m16n8k8. It reads CSR.
 //
-// The entries of a row form an 8x8 matrix. Its product with the features of these entries has the row's dot
-// product as its trace. In registers (lane = 4 g + t), lane (g, t) gathers 16 bytes, 8 features, of two
-// entries. One product takes one of these features in rows 0-7 of A, the next feature in rows 8-15, and the
-// entries' weights in B. Entry (g, g) of the result is a dot product of 8 entries; the other entries of the
-// result are not used. Sums stay in the result until the row is done, and only then is the trace computed.
+// The entries of a row form an 8x8 matrix. Multiplied by the features of these entries, it gives a matrix
+// whose trace is the row's dot product. In registers (lane = 4 g + t), lane (g, t) gathers 16 bytes, 8
+// features, of two entries. One product takes one of these features in rows 0-7 of A, the next feature in
+// rows 8-15, and the entries' weights in B. Element (g, g) of the result is a dot product of 8 entries; the
+// other elements are not used. Sums stay in the result until the row is done, and only then is the trace
+// computed.
 //
-// A lane may gather any entries and features, as long as those of one g and k agree. Here the lanes of one
-// entry gather neighbouring pieces of 8 features, so that eight lanes read up to 128 consecutive bytes of a
-// row of x. g is the number of one of kChunks chunks of entries and of one of kRowPieces pieces. t is the
-// number of one of kLanePieces pieces. The product sums over t, so zeros in B keep these pieces apart: lane
-// (g, t) gives its weights only if column g stands for its piece. The packings of the paper (section 4.2: 4,
-// 8 or 16 features of 32, 16 or 8 entries) do the same in g alone. Chunks of one warp may belong to different
-// rows.
+// A lane may gather any entries and features, if those of one g and k agree. Here, the lanes of one entry
+// gather neighbouring pieces of 8 features, so that eight lanes read up to 128 consecutive bytes of a row of
+// x. g numbers one of kChunks chunks of entries and one of kRowPieces pieces; t numbers one of kLanePieces
+// pieces. The product sums over t, so zeros in B keep the pieces of different t apart: lane (g, t) gives its
+// weights only if column g stands for its piece. The packings of the paper (section 4.2: 4, 8 or 16 features
+// of 32, 16 or 8 entries) do the same in g alone. Chunks of one warp may belong to different rows.
 #pragma once
 
 #include "fastsparse/cuda_common.cuh"
@@ -20,7 +20,7 @@
 
 namespace fastsparse::cuda {
 
-// Arguments of a call that a tile reads.
+// The arguments of a call that a tile reads.
 struct TileArgs {
   CsrView a;
   EdgeValueView value;
@@ -47,24 +47,24 @@ __device__ __forceinline__ std::uint32_t bits_of(float v) {
   return bits;
 }
 
-// kLanePieces <= kRowPieces. The lanes that sum one row, a slot, are 4 kRowPieces kChunks lanes of a warp.
+// kLanePieces <= kRowPieces. A slot is a group of 4 kRowPieces kChunks lanes of a warp that sum one row.
 template <typename T, int kLanePieces, int kRowPieces, int kChunks>
 struct TcaTile {
   static constexpr int kPieces = kLanePieces * kRowPieces;
-  static constexpr int kWidth = 8 * kPieces;  // features
+  static constexpr int kWidth = 8 * kPieces;  // number of features
   static constexpr int kSlotLanes = 4 * kRowPieces * kChunks;
-  static constexpr int kChunk = 8 / kLanePieces;  // entries of a chunk in one product
-  static constexpr int kStep = kChunk * kChunks;  // entries of a slot in one product
+  static constexpr int kChunk = 8 / kLanePieces;  // number of entries of a chunk in one product
+  static constexpr int kStep = kChunk * kChunks;  // number of entries of a slot in one product
   static constexpr int kSteps = 4;                // products per batch: eight 16-byte loads per lane
   static constexpr int kBatch = kStep * kSteps;
-  static constexpr int kResult = 2 * kLanePieces;  // features that `sum` leaves in a lane
+  static constexpr int kResult = 2 * kLanePieces;  // number of features whose sums `sum` leaves in a lane
   // The lanes of a chunk gather 2 kSteps entries together; each lane reads the columns of kOwn of them.
   static constexpr int kOwn = kPieces < 2 * kSteps ? 2 * kSteps / kPieces : 1;
   // Number of batches after which a sum is added to a total: tensor cores round sums towards zero, so the
   // error of a sum grows with the number of products.
   static constexpr int kBatchesPerSum = 32;
 
-  int lane, piece, chunk, nth;  // nth: number of the pair of a chunk's entries
+  int lane, piece, chunk, nth;  // piece, chunk and pair of entries (of the chunk) that this lane gathers
   bool in_column;               // whether this lane's piece is the one that column g of B stands for
 
   __device__ __forceinline__ TcaTile() : lane(threadIdx.x % kWarp) {
@@ -78,11 +78,12 @@ struct TcaTile {
   // The first feature of the tile whose result `sum` returns in this lane.
   __device__ __forceinline__ int feature() const { return 8 * piece + kResult * nth; }
 
-  // Whether `sum` returns results in this lane: only in the lanes of one of every kChunks chunks.
+  // True in the lanes in which `sum` returns results: those of the first of every kChunks chunks.
   __device__ __forceinline__ bool has_result() const { return chunk == 0; }
 
-  // Sums entries [begin + first, begin + length), kBatch of every `stride`, of the features from `feature0`
-  // on. Called by whole warps; slots may differ in all but `feature0`, `width` and `stride`.
+  // Sums entries [begin + first, begin + length) over the features from `feature0` on: of every `stride`
+  // entries, the first kBatch. Whole warps call this; `feature0`, `width` and `stride` must be the same in
+  // all slots.
   __device__ __forceinline__ void sum(const TileArgs& args, std::int64_t feature0, std::int64_t width,
                                       std::int64_t begin, int first, int length, int stride,
                                       float (&result)[kResult]) const {
@@ -96,8 +97,8 @@ struct TcaTile {
     const int* columns = args.a.col + begin;
     const int padding = length > 0 ? __ldg(columns + length - 1) : 0;
     const bool weighted = args.value.data != nullptr || args.scale_src != nullptr;
-    // Remaining entries of this slot, and the largest number in any slot of the warp, because all lanes take
-    // part in the products.
+    // Number of remaining entries of this slot, then the largest number in any slot of the warp, because all
+    // lanes take part in the products.
     const int first_of_all = first;
     int left = length - first;
     if constexpr (kSlotLanes < kWarp) left = __reduce_max_sync(kFullWarp, left);
@@ -147,7 +148,8 @@ struct TcaTile {
     }
     flush(sums, total);
     trace(total, result);
-    // A zero in B times infinity, from padding or another piece, is NaN, so infinities need special handling.
+    // A zero in B times infinity (of padding or of another piece) is NaN, so infinities need special
+    // handling.
     bool finite = true;
 #pragma unroll
     for (int i = 0; i < kResult; ++i) finite = finite && isfinite(result[i]);
@@ -156,9 +158,9 @@ struct TcaTile {
     }
   }
 
-  // The parts of `sum` follow.
+  // The functions below are parts of `sum`.
 
-  // Computes the result of this lane without tensor cores, entry by entry.
+  // Computes this lane's result without tensor cores, entry by entry.
   __device__ __forceinline__ static void sum_plainly(const TileArgs& args, std::int64_t feature,
                                                      std::int64_t begin, int first, int length, int stride,
                                                      float (&result)[kResult]) {
@@ -177,12 +179,12 @@ struct TcaTile {
     }
   }
 
-  // Index in a batch of the i-th entry that this lane multiplies.
+  // The index in a batch of the i-th entry that this lane multiplies.
   __device__ __forceinline__ int offset(int i) const {
     return i / 2 * kStep + chunk * kChunk + 2 * nth + i % 2;
   }
 
-  // Index in a batch of the j-th entry whose column and weight this lane reads.
+  // The index in a batch of the j-th entry whose column and weight this lane reads.
   __device__ __forceinline__ int owned(int j) const { return offset(piece * kOwn % (2 * kSteps) + j); }
 
   // Loads the columns that this lane reads for all lanes of its chunk.
@@ -212,7 +214,7 @@ struct TcaTile {
       static_assert(kLanePieces > 1, "the other entry of a pair is read by the next lane");
       const std::uint32_t mine = bits_of<T>(own[0]);
       const std::uint32_t other = __shfl_xor_sync(kFullWarp, mine, 1);
-      const std::uint32_t pair = mine | other << 16;  // correct for even pieces, and only these are read
+      const std::uint32_t pair = mine | other << 16;  // correct for even pieces; only those are read
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) weights[s] = from_owner(pair, 2 * s);
     } else {
@@ -247,7 +249,8 @@ struct TcaTile {
     }
   }
 
-  // Fetches the results of row g, and of the column that stands for this lane's piece, then adds the chunks.
+  // Fetches the results of row g and of the column that stands for this lane's piece, then adds the sums of
+  // all chunks.
   __device__ __forceinline__ void trace(const float (&total)[4][4], float (&result)[kResult]) const {
     const int column = lane / (4 * kRowPieces) * kRowPieces + piece % kLanePieces;
     const int source = (lane & ~3) | (column / 2);

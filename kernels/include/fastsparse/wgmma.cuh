@@ -17,9 +17,10 @@ __device__ __forceinline__ int swizzled(int row, int byte) {
   return row * kSwizzledRowBytes + (byte ^ (row % 8 * 16));
 }
 
-// Descriptor of operand B. If rows are outputs, a row holds 64 elements of the sum's dimension: `next_atom`
-// is the distance of 8 rows, `next_panel` is not used. If rows are elements of the sum's dimension, a row
-// holds 64 outputs: `next_atom` is the distance of 8 rows, `next_panel` that of 64 outputs.
+// The descriptor of operand B. If rows of B are outputs, a row has 64 elements of the dimension that is
+// summed: `next_atom` is the distance, in bytes, between groups of 8 rows, and `next_panel` is not used. If
+// rows are elements of the dimension that is summed, a row has 64 outputs: `next_atom` is the distance of 8
+// rows, and `next_panel` the distance of 64 outputs.
 __device__ __forceinline__ std::uint64_t operand_b(const void* shared, int next_atom, int next_panel) {
   const auto address = static_cast<std::uint64_t>(__cvta_generic_to_shared(shared));
   return (address & 0x3ffff) >> 4 | static_cast<std::uint64_t>(next_panel >> 4) << 16 |
@@ -37,12 +38,13 @@ __device__ __forceinline__ void wgmma_bf16(float (&c)[8][4], const std::uint32_t
                                            bool adds);
 // Must be called before the first product of a group, after A and C are in their registers.
 __device__ __forceinline__ void wgmma_fence();
-// Ends a group.
+// Ends a group of products.
 __device__ __forceinline__ void wgmma_commit();
-// Waits for all groups; afterwards, c has their results.
+// Waits for all groups of products. Afterwards, c has their results.
 template <int kTiles>
 __device__ __forceinline__ void wgmma_wait(float (&c)[kTiles][4]);
-// After this and a barrier, products see what threads wrote to shared memory.
+// Makes earlier writes of this thread to shared memory visible to later products, which must come after a
+// barrier.
 __device__ __forceinline__ void shared_to_wgmma();
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -83,7 +85,7 @@ __device__ __forceinline__ void wgmma_bf16(float (&c)[8][4], const std::uint32_t
 // clang-format on
 
 __device__ __forceinline__ void wgmma_fence() {
-  __syncwarp();  // loops over rows of different lengths end here
+  __syncwarp();  // lanes that loop over rows of different lengths meet here
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wgmma_commit() {
@@ -102,7 +104,7 @@ __device__ __forceinline__ void shared_to_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 #else
-// Other architectures have no such instruction; `gpu.has_wgmma` prevents launches of the kernels there.
+// Architectures before 9.0a lack this instruction; `gpu.has_wgmma` prevents launches of the kernels there.
 template <bool kByRow>
 __device__ __forceinline__ void wgmma_bf16(float (&)[16][4], const std::uint32_t (&)[4], std::uint64_t,
                                            bool) {
