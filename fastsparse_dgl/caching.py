@@ -119,7 +119,7 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
 
 
 def _keeps_structure(graph: GraphLike) -> bool:
-    """Whether the graph is a :class:`fastsparse_dgl.SampledBlock`, which stores its own structure."""
+    """True if the graph is a :class:`fastsparse_dgl.SampledBlock`, which stores its own structure."""
     return getattr(type(graph), "keeps_structure", False)
 
 

@@ -44,12 +44,12 @@ _TARGET = "_fastsparse_target"
 #: supports the GPU.
 device_types: tuple[str, ...] = ()
 
-#: Whether there has been a graph or an array on such a device. Before that, calls need no inspection.
+#: True if there has been a graph or an array on such a device. Before that, calls need no inspection.
 _in_use = False
 
 
 def serves(device: torch.device) -> bool:
-    """Whether graphs on this device have a DeviceIndex."""
+    """True if graphs on this device have a DeviceIndex."""
     return device.type in device_types
 
 
@@ -141,7 +141,7 @@ class _OnDevice:
 
 
 def is_one_relation(index: Any) -> bool:
-    """Whether a graph has one edge type and only its end types, so that the relation is the graph itself."""
+    """True if a graph has one edge type and only its end types, so that the relation is the graph itself."""
     if index.number_of_etypes() != 1:
         return False
     source, target = index.metagraph.find_edge(0)

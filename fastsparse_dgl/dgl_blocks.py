@@ -47,7 +47,7 @@ def dgl_block(
 
 
 def dgl_can_hold(device: torch.device) -> bool:
-    """Whether DGL supports graphs on a device. PyPI's DGL needs `enable` for all devices except the CPU."""
+    """True if DGL supports graphs on a device. PyPI's DGL needs `enable` for all devices except the CPU."""
     if device.type == "cpu" or device_graph.serves(device):
         return True
     if device not in _can_hold:

@@ -127,7 +127,7 @@ def _each_its_own(sums: Tensor) -> Adjacency:
 
 
 def _only_sums(layer: Any) -> bool:
-    """Whether the first step of a layer is to sum the features of its sources."""
+    """True if the first step of a layer is to sum the features of its sources."""
     if isinstance(layer, FastSAGEConv):
         return layer._aggre_type == "mean" and not layer._transform_first
     if isinstance(layer, FastGraphConv):

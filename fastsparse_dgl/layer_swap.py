@@ -89,7 +89,7 @@ def why_left(layer: Module) -> str:
 
 
 def is_accelerated(module: Module) -> bool:
-    """Whether a layer is a drop-in."""
+    """True if a layer is a drop-in."""
     return isinstance(module, AggregationMixin)
 
 
@@ -99,7 +99,7 @@ def kernel_of(layer: Module) -> str:
 
 
 def is_graph_layer(module: Module) -> bool:
-    """Whether a module is a graph layer of DGL or a drop-in."""
+    """True if a module is a graph layer of DGL or a drop-in."""
     if isinstance(module, AggregationMixin):
         return True
     if type(module).__name__ == "PNAConvTower":  # a part of PNAConv

@@ -45,7 +45,7 @@ class Parallel:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prints and writes."""
+        """True if this process prints and writes."""
         return self.rank == 0
 
     @contextlib.contextmanager

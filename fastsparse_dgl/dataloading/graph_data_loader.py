@@ -75,7 +75,7 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         [4, 2]
     """
 
-    #: Whether loaders without a `device` yield batches on the GPU once the script has used it. `enable()`
+    #: True if loaders without a `device` yield batches on the GPU once the script has used it. `enable()`
     #: sets it.
     _follows_script = False
 

@@ -33,7 +33,7 @@ ON_GPU = "the graph is on a GPU, where DGL can sample"
 
 
 def is_held_on_gpu(g: GraphLike) -> bool:
-    """Whether `enable()` holds the graph on a GPU that DGL itself cannot use."""
+    """True if `enable()` holds the graph on a GPU that DGL itself cannot use."""
     return g.device.type == "cuda" and device_graph.serves(g.device)
 
 

@@ -90,7 +90,7 @@ class StoredGraphs:
         self._gather, self._gather_ends = Fields(self._fields, device), Fields(self._ends, self.host.device)
 
     def is_current(self) -> bool:
-        """Whether the graphs have not changed since they were stored."""
+        """True if the graphs have not changed since they were stored."""
         handles = [graph._graph for graph in self._graphs]
         is_same = all(one is two for one, two in zip(handles, self._handles, strict=True))
         return is_same and self._content.is_as_it_was()

@@ -68,7 +68,7 @@ def _is_one_relation(gidx: Any, name: str) -> None:
 
 
 def _are_cpu_floats(*operands: Any) -> bool:
-    """Whether all operands are on the CPU and have one dtype that all versions of DGL support there."""
+    """True if all operands are on the CPU and have one dtype that all versions of DGL support there."""
     given = [it for it in operands if it is not None]
     return given[0].dtype in (torch.float32, torch.float64) and all(
         it.device.type == "cpu" and it.dtype == given[0].dtype for it in given
@@ -80,7 +80,7 @@ _WIDE_EDGE = 32
 
 
 def _dgl_combines_faster(op: str, x: Any, y: Any, targets: tuple[str, str]) -> bool:
-    """Whether DGL's CPU kernel is faster for a result per edge: for an operand per edge, or narrow operands.
+    """True if DGL's CPU kernel is faster for a result per edge: for an operand per edge, or narrow operands.
 
     Extrema always use FastSparse's kernels. DGL's CPU kernels choose the last edge of equal ones and ignore
     NaN, so results would depend on the size.

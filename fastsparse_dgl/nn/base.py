@@ -125,7 +125,7 @@ class AggregationMixin:
         return feat
 
     def _has_one_frame(self, graph: GraphLike) -> bool:
-        """Whether sources and destinations are the same nodes, whose data DGL keeps under the same names.
+        """True if sources and destinations are the same nodes, whose data DGL keeps under the same names.
 
         If they are, the features that DGL's layer stores for the destinations overwrite those of the sources.
         """

@@ -49,7 +49,7 @@ def _compressed(feat: Any, activation: MaxK) -> CBSR | None:
 
 
 def _one_value(edge_weight: Tensor | None, adjacency: Adjacency) -> bool:
-    """Whether there is at most one weight per edge."""
+    """True if there is at most one weight per edge."""
     return edge_weight is None or (
         isinstance(edge_weight, Tensor)
         and edge_weight.dim() in (1, 2)
@@ -257,7 +257,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
         )
 
     def _is_one_map(self, adjacency: Adjacency, cbsr: CBSR, own: nn.Linear | None = None) -> bool:
-        """Whether one operator can compute the mean together with ``fc_neigh`` (and ``own``, if given)."""
+        """True if one operator can compute the mean together with ``fc_neigh`` (and ``own``, if given)."""
         neigh = self.fc_neigh
         return (
             (own is None or is_plain_linear(own))

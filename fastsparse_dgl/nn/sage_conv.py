@@ -101,7 +101,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
 
     @property
     def _transform_first(self) -> bool:
-        """Whether to transform before aggregating: DGL's rule, which aggregates the narrower features."""
+        """True if to transform before aggregating: DGL's rule, which aggregates the narrower features."""
         return self._in_src_feats > self._out_feats
 
     def _in_one_step(

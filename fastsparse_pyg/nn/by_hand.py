@@ -42,7 +42,7 @@ _classes: dict[type, type[ByHand]] = {}
 
 
 def gathers_by_hand(module: nn.Module) -> bool:
-    """Whether a user's module reads rows of its edges: ``row, col = edge_index``, or ``edge_index[0]``."""
+    """True if a user's module reads rows of its edges: ``row, col = edge_index``, or ``edge_index[0]``."""
     klass = type(module)
     if klass.__module__.startswith(("torch.", "torch_geometric.")) or isinstance(
         module, torch.jit.ScriptModule

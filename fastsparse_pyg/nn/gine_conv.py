@@ -183,7 +183,7 @@ class FastGINEConv(AttentionConv, GINEConv):
         super()._name_argument(error, x, edge_index, *args)
 
     def _fits_operator(self, x: Tensor, edge_attr: Tensor) -> bool:
-        """Whether the operator adds features in the same dtype as PyG's layer."""
+        """True if the operator adds features in the same dtype as PyG's layer."""
         lin, dtype = self.__dict__["_modules"].get("lin"), x.dtype
         if lin is None:
             return edge_attr.dtype is dtype

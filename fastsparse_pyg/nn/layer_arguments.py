@@ -108,7 +108,7 @@ class Arguments(dict[str, Any]):
         self.nodes, self.dst, self.src, self.special = nodes, dst, src, special
 
     def is_none(self, name: str) -> bool:
-        """Whether an argument of the caller is None."""
+        """True if an argument of the caller is None."""
         return (self.nodes[name][0] if name in self.nodes else self.given(name)) is None
 
     def given(self, name: str) -> Any:

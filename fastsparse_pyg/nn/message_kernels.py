@@ -247,7 +247,7 @@ class GatheredMessages(NamedTuple):
 
 
 def _is_plain_call(state: dict[str, Any]) -> bool:
-    """Whether nothing is attached to a layer that PyG's `propagate` would call or replace.
+    """True if nothing is attached to a layer that PyG's `propagate` would call or replace.
 
     Args:
         state: the layer's ``__dict__``.

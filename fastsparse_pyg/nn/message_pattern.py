@@ -67,11 +67,11 @@ class Pattern:
 
     @property
     def is_untraced(self) -> bool:
-        """Whether the method could not be traced; `reason` says why."""
+        """True if the method could not be traced; `reason` says why."""
         return self.graph is None and bool(self.reason)
 
     def holds_for(self, layer: nn.Module) -> bool:
-        """Whether the layer's attributes are those of the trace."""
+        """True if the layer's attributes are those of the trace."""
         return holds(self.guards, layer)
 
     def __str__(self) -> str:

@@ -226,7 +226,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def are_linear(nns: Iterable[Any], begin: bool = False) -> bool:
-    """Whether each tower's network is one plain linear map, or, with ``begin``, begins with one."""
+    """True if each tower's network is one plain linear map, or, with ``begin``, begins with one."""
     for nn in nns:
         if type(nn) is not Sequential or nn._forward_hooks or nn._forward_pre_hooks or nn._backward_hooks:
             return False

@@ -86,7 +86,7 @@ class _Held(NamedTuple):
     dtype: torch.dtype
 
     def fits(self, x: Tensor) -> bool:
-        """Whether the number of nodes is the same as when the matrix was made."""
+        """True if the number of nodes is the same as when the matrix was made."""
         adj = self.propagation.adj
         return adj.is_partitioned or adj.num_src == x.size(-2)
 
@@ -138,7 +138,7 @@ class PropagatingConv(FastConv):
     _matrix_loops: ClassVar[str] = "append"
     _aggregations: ClassVar[tuple[type[Module], ...]] = ANY_REDUCTION
 
-    #: Whether the layer has the option `cached`, with :class:`Cached` attributes for the matrix.
+    #: True if the layer has the option `cached`, with :class:`Cached` attributes for the matrix.
     _caches_matrix: ClassVar[bool] = False
 
     def _original_forward(self, reason: Reason, x: Any, edge_index: Any, *args: Any) -> Tensor:
@@ -299,7 +299,7 @@ class PropagatingConv(FastConv):
         return steps
 
     def _is_linear(self) -> bool:
-        """Whether a linear layer may be applied before or after the aggregation."""
+        """True if a linear layer may be applied before or after the aggregation."""
         return self._reduce() in ("sum", "mean")
 
 

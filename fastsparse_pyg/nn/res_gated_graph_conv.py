@@ -189,7 +189,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
 
 
 def _is_sigmoid(act: Any) -> bool:
-    """Whether a gating function is the sigmoid and nothing else."""
+    """True if a gating function is the sigmoid and nothing else."""
     if type(act) is torch.nn.Sigmoid:
         return not (act._forward_hooks or act._forward_pre_hooks or act._backward_hooks)
     return act in (torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.special.expit)

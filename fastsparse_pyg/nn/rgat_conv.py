@@ -149,7 +149,7 @@ class FastRGATConv(AttentionConv, RGATConv):
         return (out, (edge_index, alpha)) if with_weights else out
 
     def _takes_every_pair(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether to multiply all nodes by the matrices of all relations."""
+        """True if to multiply all nodes by the matrices of all relations."""
         if weight.dim() != 3:
             return False
         if not x.is_cuda:

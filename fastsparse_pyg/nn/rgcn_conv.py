@@ -42,7 +42,7 @@ class _RelationalConv(FastConv):
 
     _aggregations = ANY_REDUCTION
     _fusible: ClassVar[bool] = False
-    #: Whether PyG adds the relations' results to zeros of the default dtype.
+    #: True if PyG adds the relations' results to zeros of the default dtype.
     _onto_zeros: ClassVar[bool] = True
 
     def forward(self, x: Any, edge_index: EdgesLike, edge_type: OptTensor = None) -> Tensor:
@@ -109,7 +109,7 @@ class _RelationalConv(FastConv):
         return out if self.bias is None else out + self.bias
 
     def _drops_unknown(self) -> bool:
-        """Whether edges of unknown types are ignored, as PyG's RGCNConv does if it does not count types."""
+        """True if edges of unknown types are ignored, as PyG's RGCNConv does if it does not count types."""
         return self.num_blocks is not None or backend.use_segment_matmul is False
 
     def _as_original(self, out: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class _RelationalConv(FastConv):
         return out
 
     def _are_few(self, relations: Relations, x: Tensor, weight: Tensor) -> bool:
-        """Whether one product computes all relations, including rows for pairs without edges."""
+        """True if one product computes all relations, including rows for pairs without edges."""
         return (
             relations.shape[0] * self.num_relations <= FEW_PAIRS
             and weight.dim() == 3

@@ -66,7 +66,7 @@ def reduction_of(module: Any) -> str:
 
 
 def is_softmax_of_messages(module: Any) -> bool:
-    """Whether a softmax aggregation uses the unscaled messages as scores, with their full gradient."""
+    """True if a softmax aggregation uses the unscaled messages as scores, with their full gradient."""
     is_unscaled = isinstance(module.t, (int, float)) and module.t == 1
     return is_unscaled and not module.semi_grad and module.channels == 1
 

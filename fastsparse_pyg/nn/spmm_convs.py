@@ -120,7 +120,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
 
 
 def _is_plain_weight(weight: Any, x: Tensor, adj: Adjacency) -> bool:
-    """Whether edge weights can be used in a product without conversion."""
+    """True if edge weights can be used in a product without conversion."""
     return (
         type(weight) is Tensor
         and x.dim() == 2
