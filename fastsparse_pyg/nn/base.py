@@ -406,7 +406,7 @@ class FastConv(MessagePassing):
             out = lin(self._aggregate_neighbours(adj, x_src, value))
         if lin_root is None or x_dst is None:
             return out
-        # `add_linear` overwrites `out`. If `lin` has hooks, they may have stored `out`, which must not change.
+        # `add_linear` overwrites `out`, which must not happen if hooks of `lin` may have stored `out`.
         return (
             add_linear(out, (x_dst,), (lin_root,), Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
         )
