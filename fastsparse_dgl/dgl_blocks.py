@@ -22,7 +22,7 @@ def dgl_block(
     idtype: torch.dtype,
     frames: Frames,
 ) -> Any:
-    """DGL's block of sampled edges. The structure of a single edge type is cached for the layers.
+    """Makes DGL's block of sampled edges. The structure of a single edge type is cached for the layers.
 
     Args:
         edges: sampled edges by edge type.

@@ -123,7 +123,7 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         return StoredBatches(self, graphs.batch)
 
     def _current(self) -> StoredGraphs | None:
-        """The stored graphs, stored again if the dataset changed; None if DGL's loader makes the batches."""
+        """Returns the stored graphs, after storing changed ones again; None if DGL's loader has to run."""
         if not self._is_stored:
             return None
         try:

@@ -202,7 +202,7 @@ class GatheredMessages(NamedTuple):
                     (at_src and at_dst)
                     and edge_index.is_contiguous()
                     and edge_index.numel() * x.shape[1:].numel() <= _MOST_JOINED
-                    # A `message` that was not traced may write into its arguments, which must not share memory.
+                    # An untraced `message` may write into its arguments, which must then not share memory.
                     and self.pattern.graph is not None
                     and self.pattern.holds_for(layer)
                 ):
