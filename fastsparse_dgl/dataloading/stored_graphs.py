@@ -108,7 +108,7 @@ class StoredGraphs:
     # ---------------------------------------------------------------- items
 
     def add(self, tensor: Tensor, pointer: int) -> int:
-        """Adds a tensor, and the number of the pointer to each graph's rows; returns the tensor's position."""
+        """Adds a tensor whose rows are those of pointer number ``pointer``; returns the tensor's position."""
         self._fields.append(Field(tensor.contiguous(), pointer))
         return len(self._fields) - 1
 

@@ -109,7 +109,7 @@ def extremum_edges(adj: Adjacency, e: Tensor, reduce: Literal["max", "min"]) -> 
     rows = e.reshape(e.size(0), math.prod(e.shape[1:]))
     if e.is_cuda or rows.size(1) < _WIDE_EXTREMUM:
         return scatter(e, ends(adj, "v"), adj.num_dst, reduce)
-    # On the CPU, treat the edges as sources of a product, which stores 32-bit positions for the backward pass.
+    # On the CPU, treat edges as sources of a product, which stores 32-bit positions for the backward pass.
     out = spmm(in_edge_order(adj).incidence(), rows, reduce=reduce)
     return out.reshape(adj.num_dst, *e.shape[1:])
 

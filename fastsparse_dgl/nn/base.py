@@ -98,7 +98,7 @@ class AggregationMixin:
         return adjacency, source, given
 
     def _destination(self, graph: GraphLike, adjacency: Adjacency, source: Tensor, feat: Any) -> Tensor:
-        """Returns the destination features: the second of a pair, else the first rows of the source features.
+        """Returns the destination features: the second of a pair, else the first rows of the source's.
 
         Args:
             graph: the caller's graph.
