@@ -1,7 +1,7 @@
 """Node-classification data: the embedded planted partition, ``.npz`` files, and the frameworks' own loaders.
 
-All sources are converted to a `NodeDataset`: an undirected graph without self loops or duplicate edges (layers
-add self loops themselves), labels, optional features, and the splits of the nodes.
+All sources are converted to a `NodeDataset`: an undirected graph without self loops or duplicate edges
+(layers add self loops themselves), labels, optional features, and the splits of the nodes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One interface to the layers and graphs of both frameworks.
 
 `layer` looks up the framework's own layer (``reference``) or its drop-in (``fast``). `make_graph` converts a
-dataset to the graph that the layers take. `Framework.call` calls a layer with its arguments in the framework's
-order. Models that use only these three run unchanged in PyG and in DGL.
+dataset to the graph that the layers take. `Framework.call` calls a layer with its arguments in the
+framework's order. Models that use only these three run unchanged in PyG and in DGL.
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ def make_graph(
     For PyG, it is the edge_index on `device`. For DGL, it is a DGLGraph; self loops are added if requested,
     because DGL's layers add none. DGL's wheels on PyPI are built without CUDA, so for ``fast`` the graph may
     stay on the CPU (the layer copies the structure once), but ``reference`` needs the graph on `device`.
+
     Raises:
         ExampleError: DGL's own layer cannot run on `device`, because the installed DGL does not support it.
     """

@@ -2,8 +2,8 @@
 
 The file contains the disjoint union of all graphs. ``graph_ptr`` (graphs + 1,) has the first node of every
 graph, and ``graph_y`` (graphs,) the class of every graph. ``edge_index``, or ``rowptr`` and ``col``, are the
-edges. ``x`` or ``node_label`` are integer features of nodes. The optional ``graph_split`` (graphs,) is 0, 1 or
-2 for training, validation and test.
+edges. ``x`` or ``node_label`` are integer features of nodes. The optional ``graph_split`` (graphs,) is 0, 1
+or 2 for training, validation and test.
 """
 
 from __future__ import annotations

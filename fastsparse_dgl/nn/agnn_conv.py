@@ -53,6 +53,7 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
 
                 destination features whose shapes differ only in the number of rows. Dimensions between the
                 nodes and the width F count as heads.
+
         Returns:
             Node features (number of destinations, ..., F).
 

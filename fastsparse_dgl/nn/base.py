@@ -112,7 +112,7 @@ class AggregationMixin:
         num_dst, num_src = adjacency.shape
         if feat is None:
             # Only blocks guarantee that the destinations are the first source nodes. An Adjacency with fewer
-            # destinations than sources is treated as a block. For other bipartite graphs, DGL requires a pair.
+            # destinations than sources counts as a block. For other bipartite graphs, DGL requires a pair.
             if num_dst < num_src and (graph is adjacency or graph.is_block):
                 return source[:num_dst]
             feat = source
