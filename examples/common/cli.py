@@ -223,7 +223,7 @@ def train_and_report(
         The JSON log and the results.
 
     Raises:
-        ExampleError: Something the user can put right.
+        ExampleError: The user has to change an option or a file.
     """
     report.check_writable(options.json, "--json")
     report.check_plotting(options.plot)
@@ -297,7 +297,7 @@ def train_graphs_and_report(
         The JSON log and the results.
 
     Raises:
-        ExampleError: Something the user can put right.
+        ExampleError: The user has to change an option or a file.
     """
     report.check_writable(options.json, "--json")
     report.check_plotting(options.plot)

@@ -1,8 +1,8 @@
 """Trains for hours: shows progress, writes logs and checkpoints, and resumes exactly.
 
 Every epoch seeds the random generators with a number made from the run's seed and the epoch's number, so a
-checkpoint contains no generator state. A resumed training gives the same results as an uninterrupted training,
-bit for bit if the operators are deterministic (``--deterministic``).
+checkpoint contains no generator state. A resumed training gives the same results as an uninterrupted one, bit
+for bit if the operators are deterministic (``--deterministic``).
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ def check_options(options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """PyTorch's deterministic mode, put back afterwards."""
+    """Switches PyTorch's deterministic mode on, and restores the old mode afterwards."""
     if not enabled:
         yield
         return
-    # cuBLAS reads this when it starts; PyTorch refuses deterministic products without it.
+    # cuBLAS reads this variable when it starts. Without it, PyTorch refuses deterministic products.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -211,7 +211,7 @@ def train_epoch(training: Training, step: Step, progress: tqdm) -> tuple[float, 
     """Trains on all batches once.
 
     Returns:
-        The mean loss of all examples, and the milliseconds that the host waited for batches and gathered data.
+        The mean loss of all examples, and the milliseconds of waiting for batches and of gathering data.
     """
     total: Tensor | float = 0.0
     examples = 0

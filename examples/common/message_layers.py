@@ -21,7 +21,7 @@ class GCN(nn.Module):
         self.linear = nn.Linear(in_channels, out_channels)
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """(num_nodes, out_channels) from (num_nodes, in_channels)."""
+        """Computes (num_nodes, out_channels) from (num_nodes, in_channels)."""
         with graph.local_scope():
             norm = graph.in_degrees().clamp(min=1).float().pow(-0.5).unsqueeze(1)
             graph.ndata["h"] = self.linear(x) * norm
@@ -41,7 +41,7 @@ class GAT(nn.Module):
         self.of_target = nn.Linear(in_channels, heads)
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """(num_nodes, out_channels) from (num_nodes, in_channels)."""
+        """Computes (num_nodes, out_channels) from (num_nodes, in_channels)."""
         with graph.local_scope():
             graph.ndata["h"] = self.linear(x).view(x.size(0), self.heads, -1)
             graph.ndata["source"] = self.of_source(x).unsqueeze(2)
@@ -62,7 +62,7 @@ class GIN(nn.Module):
         self.network = nn.Sequential(hidden, nn.ReLU(), nn.Linear(out_channels, out_channels))
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """(num_nodes, out_channels) from (num_nodes, in_channels)."""
+        """Computes (num_nodes, out_channels) from (num_nodes, in_channels)."""
         with graph.local_scope():
             graph.ndata["h"] = x
             graph.update_all(fn.copy_u("h", "m"), fn.sum("m", "total"))
@@ -78,7 +78,7 @@ class RGCN(nn.Module):
         self.of_relation = nn.ModuleDict({name: nn.Linear(in_channels, out_channels) for name in RELATIONS})
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """(num_nodes, out_channels) from (num_nodes, in_channels)."""
+        """Computes (num_nodes, out_channels) from (num_nodes, in_channels)."""
         with graph.local_scope():
             for name, linear in self.of_relation.items():
                 graph.ndata[name] = linear(x)

@@ -41,14 +41,14 @@ class NodeRecipe(LongRecipe):
 
 
 class NodeModel(nn.Module):
-    """Graph layers with something after each; whole graphs and mini-batches alike.
+    """Graph layers with a module after each, for whole graphs and for mini-batches.
 
     Args:
-        framework: The framework whose layers these are.
+        framework: The framework of the layers.
         convs: The layers.
-        after: What follows each of them.
+        after: One module per layer, which is applied to the layer's result.
         skips: Linear maps of what a layer takes, added to what it gives; none if empty.
-        before: What the features go through first.
+        before: Module that is applied to the features first, or None.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ def make_sage(options: Options, data: OgbNodes, recipe: NodeRecipe) -> tuple[nn.
 
 
 def make_maxk_sage(options: Options, data: OgbNodes, recipe: NodeRecipe) -> tuple[nn.Module, str]:
-    """GraphSAGE behind a linear map, one of 8 features kept before every layer, as in MaxK-GNN."""
+    """GraphSAGE after a linear map; MaxK keeps one of 8 features before every layer, as in MaxK-GNN."""
     from fastsparse_core import MaxK
 
     k = max(recipe.hidden // 8, 1)
     name, constructor = layer(options.framework, "maxk-sage", options.conv)
     keep: Callable[[], nn.Module] = functools.partial(MaxK, k)
-    if options.conv == "fast":  # whose layers begin with it
+    if options.conv == "fast":  # the fast layers apply MaxK themselves
         constructor, keep = functools.partial(constructor, k=k), nn.Identity
     convs = [constructor(recipe.hidden, out) for _, out in widths_of(data, recipe)]
     after = [nn.Sequential(each, keep()) for each in between(recipe, nn.Identity)[:-1]]

@@ -125,9 +125,9 @@ def _folder(name: str, root: Path, library: str) -> Path:
 
 
 def _check_files(name: str, info: dict[str, str], folder: Path, download: bool) -> None:
-    """Settles what OGB would ask or fetch unasked; makes what its loaders expect."""
+    """Prepares the folder, so that OGB's loader neither asks questions nor downloads without permission."""
     if folder.is_dir() and not any(path.is_file() for path in folder.rglob("*")):
-        shutil.rmtree(folder)  # what an interrupted download leaves
+        shutil.rmtree(folder)  # an interrupted download leaves an incomplete folder
     missing = [str(path) for path in _needed(name, info, folder) if not path.is_file()]
     if missing and not download:
         what = ", ".join(missing) if folder.is_dir() else f"the folder {folder}"

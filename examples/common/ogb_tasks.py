@@ -1,6 +1,6 @@
 """Converts OGB's node and graph property prediction to the form that the examples train on.
 
-Loaders and Evaluators are OGB's own (see ``ogb_data``). The data are preprocessed as in OGB's example scripts.
+Loaders and Evaluators are OGB's own (see ``ogb_data``). The data are prepared as in OGB's example scripts.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _evaluate(evaluator: Any, y_true: Tensor, y_pred: Tensor) -> float:
 def load_nodes(name: str, root: Path, framework: str, *, download: bool) -> OgbNodes:
     """Loads an ``ogbn-*`` graph with OGB's loader for the framework.
 
-    The data are prepared as in OGB's examples: edges of arXiv and papers100M are made undirected, and nodes of
-    proteins get the mean of their edges' features. In papers100M, two papers that cite each other have two
+    The data are prepared as in OGB's examples: edges of arXiv and papers100M are made undirected, and nodes
+    of proteins get the mean of their edges' features. In papers100M, two papers that cite each other have two
     edges in each direction.
 
     Args:
