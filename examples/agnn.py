@@ -39,7 +39,7 @@ class AGNN(nn.Module):
     """Two linear maps with propagations by cosine attention between them (Thekumparampil et al., 2018).
 
     Args:
-        framework: The framework of the layers (``pyg`` or ``dgl``).
+        framework: The framework of the layers.
         propagations: The layers, whose only parameter is the temperature of the attention.
         in_channels: Width of the features.
         out_channels: Number of classes.

@@ -6,8 +6,8 @@
 
 The layer, `gated-gcn`, is a gated convolution: `apply_edges` makes a gate of both ends of an edge,
 `update_all` sums the gated features. The layer does not use FastSparse's API. DGL's wheels on PyPI are built
-without CUDA, so DGL itself trains on the CPU. After `fastsparse_dgl.enable()`, the same code trains on the GPU
-if there is one.
+without CUDA, so DGL itself trains on the CPU. After `fastsparse_dgl.enable()`, the same code trains on the
+GPU if there is one.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class GAT(nn.Module):
     """Attention layers with ELU and dropout between the layers (Veličković et al., 2018).
 
     Args:
-        framework: The framework of the layers (``pyg`` or ``dgl``).
+        framework: The framework of the layers.
         attention: Constructor of a layer.
         in_channels: Width of the features.
         out_channels: Number of classes.

@@ -45,7 +45,7 @@ class GCN(nn.Module):
     """Graph convolutions with ReLU and dropout between the layers (Kipf and Welling, 2017).
 
     Args:
-        framework: The framework of the layers (``pyg`` or ``dgl``).
+        framework: The framework of the layers.
         conv: Constructor ``conv(in_channels, out_channels)`` of the layer.
         in_channels: Width of the features.
         out_channels: Number of classes.

@@ -48,7 +48,7 @@ class NodeTransformer(nn.Module):
     """Graph transformer layers between two linear maps, for nodes.
 
     Args:
-        framework: The framework of the layers (``pyg`` or ``dgl``).
+        framework: The framework of the layers.
         layers: The layers, all of width `recipe.hidden`.
         in_channels: Width of the features.
         out_channels: Number of classes.
@@ -85,7 +85,7 @@ class GraphTransformer(nn.Module):
     """Graph transformer layers on embedded categories, then the mean over each graph's nodes.
 
     Args:
-        framework: The framework of the layers (``pyg`` or ``dgl``).
+        framework: The framework of the layers.
         layers: The layers, all of width `recipe.hidden`.
         code_sizes: Number of categories of each feature.
         out_channels: Number of classes.
@@ -136,7 +136,7 @@ def make_layers(
 def make_model(
     framework: str, conv: str, in_channels: int, num_classes: int, recipe: Recipe
 ) -> tuple[nn.Module, str]:
-    """Makes the node classifier with the ``reference`` or the ``fast`` layer; also returns the layer's name."""
+    """Makes the node classifier with the ``reference`` or ``fast`` layer; also returns the layer's name."""
     layers, name, calls = make_layers(framework, conv, recipe, "layer")
     return NodeTransformer(calls, layers, in_channels, num_classes, recipe), name
 

@@ -3,8 +3,8 @@
     python examples/maxk.py --framework pyg --operator sage --dataset planted --k 8 16 32 64 128
     python examples/maxk.py --dataset planted --recompute   stores only kept entries, aggregates twice
 
-All models start from the same weights. Models with ReLU use FastSparse's drop-in layers, so the kernels are the
-same.
+All models start from the same weights. Models with ReLU use FastSparse's drop-in layers, so the kernels are
+the same.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ DEFAULT_KEPT = (8, 16, 32, 64, 128)
 
 
 class SparseActivationGNN(nn.Module):
-    """A linear layer, then graph convolutions. Each convolution gets activations of ReLU or MaxK, with dropout.
+    """A linear layer, then graph convolutions, each of which gets activations of ReLU or MaxK with dropout.
 
     Args:
-        framework: The framework of the layers (``pyg`` or ``dgl``).
+        framework: The framework of the layers.
         conv: Constructor ``conv(in_channels, out_channels)`` of the layer.
         in_channels: Width of the features.
         out_channels: Number of classes.

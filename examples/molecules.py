@@ -55,7 +55,7 @@ RECIPES = {
     ),
 }
 
-#: Width of the bonds' features in attention and PNA. In GINE, bonds and nodes have features of the same width.
+#: Width of the bonds' features in attention and PNA. In GINE, they are as wide as the nodes' features.
 BOND_WIDTH = 16
 PNA = (["mean", "min", "max", "std"], ["identity", "amplification", "attenuation"])
 

@@ -2,8 +2,8 @@
 
     python examples/ogb_graph.py --dataset ogbg-molhiv --root data --download --model gin --conv fast
 
-Hyper-parameters of gin and gcn are those of OGB's example scripts. Features of bonds are left out, because the
-layers take no edge features: see docs/ogb.md.
+Hyper-parameters of gin and gcn are those of OGB's example scripts. Features of bonds are left out, because
+the layers take no edge features: see docs/ogb.md.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GraphModel(nn.Module):
     """Graph layers with batch norms on embedded atoms, then the mean over each graph's atoms.
 
     Args:
-        framework: The framework of the layers (``pyg`` or ``dgl``).
+        framework: The framework of the layers.
         convs: The layers, all of width `recipe.hidden`.
         code_sizes: Number of categories of each feature.
         recipe: Width and dropout.

@@ -109,7 +109,7 @@ class LayerResult:
         return statistics.median(ms for run in self.runs for ms in (run.step_ms[1:] or run.step_ms))
 
     def num_steps(self) -> int:
-        """Number of training steps of which `step_ms` is the median."""
+        """Number of training steps from which `step_ms` is computed."""
         return sum(max(len(run.step_ms) - 1, 1) for run in self.runs)
 
     def first_step_ms(self) -> float:

@@ -3,8 +3,8 @@
     FASTSPARSE_CPP=1 pip install --no-build-isolation .
     python examples/serve/serve.py
 
-The script needs cmake and a C++ compiler. It prints the median time of a request in microseconds, for a graph of
-Cora's size.
+The script needs cmake and a C++ compiler. It prints the median time of a request in microseconds, for a graph
+of Cora's size.
 """
 
 from __future__ import annotations
