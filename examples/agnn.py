@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 PLANETOID = Recipe(hidden=16, weight_decay=5e-4, epochs=200, runs=10, normalise_features=True)
 
-#: Hyper-parameters by dataset; `layers` counts the propagations.
+#: Hyper-parameters by dataset; `layers` is the number of propagations.
 RECIPES = {
     "planted": Recipe(hidden=64, lr=0.02, epochs=30, runs=2),
     "cora": PLANETOID,
@@ -36,11 +36,11 @@ RECIPES = {
 
 
 class AGNN(nn.Module):
-    """Propagations by cosine attention between two linear maps, after Thekumparampil et al. (2018).
+    """Two linear maps with propagations by cosine attention between them (Thekumparampil et al., 2018).
 
     Args:
-        framework: The framework whose layers these are.
-        propagations: The layers; they have no weight but the attention's temperature.
+        framework: The framework of the layers.
+        propagations: The layers, whose only parameter is the temperature of the attention.
         in_channels: Width of the features.
         out_channels: Number of classes.
         recipe: Width and dropout.
@@ -62,7 +62,7 @@ class AGNN(nn.Module):
         self.lin_out = nn.Linear(recipe.hidden, out_channels)
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """Logits (num_nodes, classes) from features (num_nodes, in_channels)."""
+        """Computes logits (num_nodes, classes) from features (num_nodes, in_channels)."""
         x = F.relu(self.lin_in(F.dropout(x, self.dropout, self.training)))
         for conv in self.convs:
             x = self.framework.call(conv, graph, x)
@@ -73,19 +73,19 @@ class AGNN(nn.Module):
 
 
 def propagation(framework: str, constructor: Callable[..., nn.Module], *, trained: bool) -> nn.Module:
-    """One layer, its temperature trained or fixed at 1."""
+    """Makes one layer, with a temperature that is trained or fixed at 1."""
     return constructor(requires_grad=trained) if framework == "pyg" else constructor(learn_beta=trained)
 
 
 def recipe_of(dataset: NodeDataset) -> Recipe:
-    """The dataset's hyper-parameters; two propagations of width 64 where nothing better is known."""
+    """Returns the dataset's hyper-parameters; two propagations of width 64 if `RECIPES` has none."""
     return RECIPES.get(dataset.name.lower().replace("_", "-"), Recipe())
 
 
 def make_model(
     framework: str, conv: str, in_channels: int, num_classes: int, recipe: Recipe
 ) -> tuple[nn.Module, str]:
-    """The model with the layer that `conv` names (``reference`` or ``fast``), and that layer's name.
+    """Makes the model with the ``reference`` or the ``fast`` layer; also returns the layer's name.
 
     The first temperature is fixed, the others are trained, as in the authors' two-layer model for Cora.
     """

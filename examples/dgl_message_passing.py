@@ -1,12 +1,13 @@
-"""Trains a layer of one's own, written as DGL's message functions, on DGL's operators and on FastSparse's.
+"""Trains a user's layer, written with DGL's message functions, on DGL's and on FastSparse's operators.
 
     python examples/dgl_message_passing.py
     python examples/dgl_message_passing.py --model gcn gat gin rgcn gated-gcn --device cpu cuda
     python examples/dgl_message_passing.py --nodes 200000 --edges 4000000 --epochs 10
 
 The layer, `gated-gcn`, is a gated convolution: `apply_edges` makes a gate of both ends of an edge,
-`update_all` sums the gated features. Nothing in it knows FastSparse. With pip's DGL, built without CUDA, DGL
-itself trains on the CPU, and the same code after `fastsparse_dgl.enable()` on the GPU if there is one.
+`update_all` sums the gated features. The layer does not use FastSparse's API. DGL's wheels on PyPI are built
+without CUDA, so DGL itself trains on the CPU. After `fastsparse_dgl.enable()`, the same code trains on the
+GPU if there is one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ fn = dgl.function
 
 
 class GatedConv(nn.Module):
-    """Sums the neighbours' features, with a gate for every edge and feature, over the sum of the gates.
+    """Averages the neighbours' features, weighted by a gate for every edge and feature.
 
     Args:
         in_channels: width of the features.
@@ -46,7 +47,7 @@ class GatedConv(nn.Module):
         self.gate_of_target = nn.Linear(in_channels, out_channels)
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """(num_nodes, out_channels) from (num_nodes, in_channels)."""
+        """Computes (num_nodes, out_channels) from (num_nodes, in_channels)."""
         with graph.local_scope():
             graph.ndata["sent"] = self.sent(x)
             graph.ndata["source"] = self.gate_of_source(x)
@@ -68,7 +69,7 @@ LAYERS: dict[str, type[nn.Module]] = {
 
 
 class Model(nn.Module):
-    """Two layers of a kind."""
+    """A model of two layers of the same kind."""
 
     def __init__(self, layer: type[nn.Module], in_channels: int, hidden: int, num_classes: int) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class Model(nn.Module):
         self.second = layer(hidden, num_classes)
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """Logits (num_nodes, num_classes)."""
+        """Computes logits (num_nodes, num_classes)."""
         return self.second(graph, self.first(graph, x).relu())
 
 
@@ -111,7 +112,7 @@ def train(layer: type[nn.Module], graph: Any, data: Any, options: argparse.Names
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, str], Trained]:
-    """Trains every model that is asked for on both, and prints accuracy and time."""
+    """Trains the models of --model with DGL and with FastSparse, and prints accuracy and time."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
     parser.add_argument("--model", nargs="+", choices=tuple(LAYERS), default=["gated-gcn"])
     parser.add_argument("--nodes", type=int, default=20_000)
@@ -138,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, str], Traine
         layer = LAYERS[name]
         graph = graph_for(layer, data.edge_index, options.nodes)
         show(name, "DGL, cpu", train(layer, graph, data, options, "cpu"))
-        fastsparse_dgl.enable()  # the one line
+        fastsparse_dgl.enable()  # the only line that uses FastSparse
         try:
             for device in options.device:
                 found = train(layer, graph.to(device), data, options, device)

@@ -48,10 +48,10 @@ Attention = Callable[[int, int, int, bool], nn.Module]
 
 
 class GAT(nn.Module):
-    """Attention layers with ELU and dropout between them, after Veličković et al. (2018).
+    """Attention layers with ELU and dropout between the layers (Veličković et al., 2018).
 
     Args:
-        framework: The framework whose layers these are.
+        framework: The framework of the layers.
         attention: Constructor of a layer.
         in_channels: Width of the features.
         out_channels: Number of classes.
@@ -75,7 +75,7 @@ class GAT(nn.Module):
         self.convs.append(attention(widths[-1], out_channels, 1, False))
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """Logits (num_nodes, classes) from features (num_nodes, in_channels)."""
+        """Computes logits (num_nodes, classes) from features (num_nodes, in_channels)."""
         last = len(self.convs) - 1
         for i, conv in enumerate(self.convs):
             x = F.dropout(x, self.dropout, self.training)
@@ -111,7 +111,7 @@ class ResidualGAT(nn.Module):
         self.lin_out = nn.Linear(recipe.hidden, out_channels)
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """Logits (num_nodes, classes) from features (num_nodes, in_channels)."""
+        """Computes logits (num_nodes, classes) from features (num_nodes, in_channels)."""
         x = self.lin_in(x)
         for norm, conv in zip(self.norms, self.convs, strict=False):
             out = joined(self.framework.call(conv, graph, norm(x)), concat=True)
@@ -123,7 +123,7 @@ class ResidualGAT(nn.Module):
 
 
 def recipe_of(dataset: NodeDataset) -> Recipe:
-    """The dataset's hyper-parameters; two layers of width 64 where nothing better is known."""
+    """Returns the dataset's hyper-parameters; two layers of width 64 if `RECIPES` has none."""
     return RECIPES.get(dataset.name.lower().replace("_", "-"), Recipe())
 
 
@@ -136,10 +136,10 @@ def make_model(
     *,
     operator: str = "gat",
 ) -> tuple[nn.Module, str]:
-    """The model with the layer that `conv` names (``reference`` or ``fast``), and that layer's name.
+    """Makes the model with the ``reference`` or the ``fast`` layer; also returns the layer's name.
 
     Raises:
-        ExampleError: The heads cannot share the width equally.
+        ExampleError: The width is not a multiple of the number of heads.
     """
     if recipe.hidden % recipe.heads:
         raise ExampleError(f"--hidden {recipe.hidden}: expected a multiple of --heads {recipe.heads}.")

@@ -26,8 +26,8 @@ PLANETOID = Recipe(
     hidden=16, weight_decay=5e-4, decay_first_layer_only=True, epochs=200, runs=10, normalise_features=True
 )
 
-#: Hyper-parameters by dataset. Minesweeper's nodes rarely share their neighbours' labels, so a plain GCN
-#: hardly learns them. Residual blocks with layer norms do (Platonov et al., 2023).
+#: Hyper-parameters by dataset. In Minesweeper, neighbours rarely have the same label, so a plain GCN hardly
+#: learns the labels. Residual blocks with layer norms learn them (Platonov et al., 2023).
 RECIPES = {
     "planted": Recipe(hidden=64, lr=0.02, epochs=30, runs=2),
     "cora": PLANETOID,
@@ -42,10 +42,10 @@ RECIPES = {
 
 
 class GCN(nn.Module):
-    """Graph convolutions with ReLU and dropout between them, after Kipf and Welling (2017).
+    """Graph convolutions with ReLU and dropout between the layers (Kipf and Welling, 2017).
 
     Args:
-        framework: The framework whose layers these are.
+        framework: The framework of the layers.
         conv: Constructor ``conv(in_channels, out_channels)`` of the layer.
         in_channels: Width of the features.
         out_channels: Number of classes.
@@ -67,7 +67,7 @@ class GCN(nn.Module):
         self.convs = nn.ModuleList(conv(a, b) for a, b in itertools.pairwise(widths))
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """Logits (num_nodes, classes) from features (num_nodes, in_channels)."""
+        """Computes logits (num_nodes, classes) from features (num_nodes, in_channels)."""
         for i, conv in enumerate(self.convs):
             if i:
                 x = F.relu(x)
@@ -99,7 +99,7 @@ class ResidualGCN(nn.Module):
         self.lin_out = nn.Linear(recipe.hidden, out_channels)
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """Logits (num_nodes, classes) from features (num_nodes, in_channels)."""
+        """Computes logits (num_nodes, classes) from features (num_nodes, in_channels)."""
         x = self.lin_in(x)
         for norm, conv in zip(self.norms, self.convs, strict=False):
             x = x + F.dropout(F.relu(self.framework.call(conv, graph, norm(x))), self.dropout, self.training)
@@ -110,14 +110,14 @@ class ResidualGCN(nn.Module):
 
 
 def recipe_of(dataset: NodeDataset) -> Recipe:
-    """The dataset's hyper-parameters; two layers of width 64 where nothing better is known."""
+    """Returns the dataset's hyper-parameters; two layers of width 64 if `RECIPES` has none."""
     return RECIPES.get(dataset.name.lower().replace("_", "-"), Recipe())
 
 
 def make_model(
     framework: str, conv: str, in_channels: int, num_classes: int, recipe: Recipe
 ) -> tuple[nn.Module, str]:
-    """The model with the layer that `conv` names (``reference`` or ``fast``), and that layer's name."""
+    """Makes the model with the ``reference`` or the ``fast`` layer; also returns the layer's name."""
     name, constructor = layer(framework, "gcn", conv)
     model = ResidualGCN if recipe.residual else GCN
     return model(FRAMEWORKS[framework], constructor, in_channels, num_classes, recipe), name

@@ -48,7 +48,7 @@ class NodeTransformer(nn.Module):
     """Graph transformer layers between two linear maps, for nodes.
 
     Args:
-        framework: The framework whose layers these are.
+        framework: The framework of the layers.
         layers: The layers, all of width `recipe.hidden`.
         in_channels: Width of the features.
         out_channels: Number of classes.
@@ -71,7 +71,7 @@ class NodeTransformer(nn.Module):
         self.lin_out = nn.Linear(recipe.hidden, out_channels)
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """Logits (num_nodes, classes) from features (num_nodes, in_channels)."""
+        """Computes logits (num_nodes, classes) from features (num_nodes, in_channels)."""
         x = self.lin_in(F.dropout(x, self.dropout, self.training))
         for one in self.layers:
             x = self.framework.call(one, graph, x)
@@ -85,7 +85,7 @@ class GraphTransformer(nn.Module):
     """Graph transformer layers on embedded categories, then the mean over each graph's nodes.
 
     Args:
-        framework: The framework whose layers these are.
+        framework: The framework of the layers.
         layers: The layers, all of width `recipe.hidden`.
         code_sizes: Number of categories of each feature.
         out_channels: Number of classes.
@@ -111,7 +111,7 @@ class GraphTransformer(nn.Module):
         )
 
     def forward(self, graph: Any, batch: GraphBatch) -> Tensor:
-        """Logits (graphs, classes)."""
+        """Computes logits (graphs, classes)."""
         x = sum(embedding(code) for embedding, code in zip(self.embeddings, batch.codes.t(), strict=True))
         for one in self.layers:
             x = self.framework.call(one, graph, x)
@@ -121,10 +121,10 @@ class GraphTransformer(nn.Module):
 def make_layers(
     framework: str, conv: str, recipe: Recipe, norm: str
 ) -> tuple[list[nn.Module], str, Framework]:
-    """The layers of a model, their name and the framework.
+    """Returns the layers of a model, their name and the framework.
 
     Raises:
-        ExampleError: The heads cannot share the width equally.
+        ExampleError: The width is not a multiple of the number of heads.
     """
     if recipe.hidden % recipe.heads:
         raise ExampleError(f"--hidden {recipe.hidden}: expected a multiple of --heads {recipe.heads}.")
@@ -136,7 +136,7 @@ def make_layers(
 def make_model(
     framework: str, conv: str, in_channels: int, num_classes: int, recipe: Recipe
 ) -> tuple[nn.Module, str]:
-    """The node classifier with the layer that `conv` names (``reference`` or ``fast``), and its name."""
+    """Makes the node classifier with the ``reference`` or ``fast`` layer; also returns the layer's name."""
     layers, name, calls = make_layers(framework, conv, recipe, "layer")
     return NodeTransformer(calls, layers, in_channels, num_classes, recipe), name
 
@@ -144,18 +144,18 @@ def make_model(
 def make_graph_model(
     framework: str, conv: str, dataset: GraphDataset, recipe: Recipe
 ) -> tuple[nn.Module, str]:
-    """The graph classifier with the layer that `conv` names, and its name; batch norms as in the paper."""
+    """Makes the graph classifier, with batch norms as in the paper; also returns the layer's name."""
     layers, name, calls = make_layers(framework, conv, recipe, "batch")
     return GraphTransformer(calls, layers, dataset.code_sizes(), dataset.num_classes, recipe), name
 
 
 def recipe_of(dataset: NodeDataset) -> Recipe:
-    """The dataset's hyper-parameters; two layers of width 64 where nothing better is known."""
+    """Returns the dataset's hyper-parameters; two layers of width 64 if `RECIPES` has none."""
     return RECIPES.get(dataset.name.lower().replace("_", "-"), Recipe(lr=1e-3))
 
 
 def graph_recipe_of(dataset: GraphDataset) -> Recipe:
-    """The hyper-parameters for many small graphs."""
+    """Returns the hyper-parameters for a dataset of many small graphs."""
     default = Recipe(layers=4, hidden=64, dropout=0.1, lr=1e-3, epochs=100, batch_size=128)
     return GRAPH_RECIPES.get(dataset.name.lower().replace("_", "-"), default)
 

@@ -1,9 +1,10 @@
 """Trains a GNN with MaxK for several k and with ReLU, and compares accuracy, time and stored activations.
 
     python examples/maxk.py --framework pyg --operator sage --dataset planted --k 8 16 32 64 128
-    python examples/maxk.py --dataset planted --recompute   stores kept entries alone, aggregates twice
+    python examples/maxk.py --dataset planted --recompute   stores only kept entries, aggregates twice
 
-All models start from the same weights; with ReLU they have our drop-in layers, whose kernels are the same.
+All models start from the same weights. Models with ReLU use FastSparse's drop-in layers, so the kernels are
+the same.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ DEFAULT_KEPT = (8, 16, 32, 64, 128)
 
 
 class SparseActivationGNN(nn.Module):
-    """A linear layer, then graph convolutions, each of ReLU's or MaxK's activations with dropout.
+    """A linear layer, then graph convolutions, each of which gets activations of ReLU or MaxK with dropout.
 
     Args:
-        framework: The framework whose layers these are.
+        framework: The framework of the layers.
         conv: Constructor ``conv(in_channels, out_channels)`` of the layer.
         in_channels: Width of the features.
         out_channels: Number of classes.
         recipe: Depth, width and dropout.
-        stored: The bytes that each layer stores for the backward pass are put here in the first step.
+        stored: List to which the first step appends the bytes that each layer stores for the backward pass.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class SparseActivationGNN(nn.Module):
         self.stored = stored
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """Logits (num_nodes, classes) from features (num_nodes, in_channels)."""
+        """Computes logits (num_nodes, classes) from features (num_nodes, in_channels)."""
         measure = not self.stored and torch.is_grad_enabled()
         x = self.lin_in(x)
         for conv in self.convs:
@@ -87,7 +88,7 @@ class SparseActivationGNN(nn.Module):
         if not hasattr(conv, "maxk"):
             return self.framework.call(conv, graph, F.dropout(F.relu(x), self.dropout, self.training))
         kept = conv.maxk.compress(x)
-        # Dropout of the zeros would change nothing.
+        # Dropout is applied only to the kept values, because it does not change zeros.
         kept = kept.with_values(F.dropout(kept.values, self.dropout, self.training))
         return self.framework.call(conv, graph, kept)
 
@@ -96,10 +97,10 @@ class SparseActivationGNN(nn.Module):
 
 
 class StoredBytes:
-    """Counts what autograd stores for the backward pass of what runs within, parameters aside.
+    """In this context, counts the bytes that autograd stores for the backward pass, without parameters.
 
     Args:
-        parameters: Tensors that are there anyway; None: nothing is counted.
+        parameters: Tensors that are not counted, because they exist anyway; None: nothing is counted.
     """
 
     def __init__(self, parameters: Any) -> None:
@@ -131,7 +132,7 @@ class StoredBytes:
 
 
 def recipe_of(dataset: NodeDataset) -> Recipe:
-    """The dataset's hyper-parameters; three layers of width 256 where nothing better is known."""
+    """Returns the dataset's hyper-parameters; three layers of width 256 if `RECIPES` has none."""
     return RECIPES.get(dataset.name.lower().replace("_", "-"), Recipe(layers=3, hidden=256))
 
 
@@ -145,12 +146,12 @@ def make_model(
     stored: list[int],
     recompute: bool = False,
 ) -> tuple[nn.Module, str]:
-    """The model with one activation, ``relu`` or a number k, and what to call it.
+    """Makes the model with one activation, ``relu`` or a number k; also returns the model's title.
 
     With ``recompute`` the layers with MaxK aggregate once more in the backward pass.
 
     Raises:
-        ExampleError: k is larger than the layers are wide.
+        ExampleError: k is larger than the width of the layers.
     """
     if activation == "relu":
         name, constructor = layer(framework, operator, "fast")
@@ -170,10 +171,10 @@ def make_model(
 
 
 def check_kept(options: argparse.Namespace) -> None:
-    """Refuses more kept entries than the layers are wide before anything is loaded or trained.
+    """Checks, before data are loaded, that no k is larger than the width of the layers.
 
     Raises:
-        ExampleError: with the width that the recipe or --hidden says.
+        ExampleError: A k is larger than the width in the recipe or in --hidden.
     """
     known = RECIPES.get(options.dataset.lower().replace("_", "-"), Recipe(layers=3, hidden=256))
     width = options.hidden or known.hidden
@@ -185,7 +186,7 @@ def check_kept(options: argparse.Namespace) -> None:
 
 
 def print_stored(console: Console, stored: dict[str, list[int]], results: Sequence[LayerResult]) -> None:
-    """Prints what each layer stores for the backward pass."""
+    """Prints how many bytes each layer stores for the backward pass."""
     table = Table(title="stored activations of each layer", title_justify="left")
     table.add_column("layer", no_wrap=True)
     for number in range(1, max(map(len, stored.values())) + 1):

@@ -3,8 +3,8 @@
     python examples/minibatch_sage.py --framework pyg --conv both --dataset planted --fanouts 10,5
 
 Every batch is a new graph, so every step includes the time to build its structure.
-fastsparse_pyg.NeighborLoader or fastsparse_dgl.DataLoader draws the neighbours, on the device. Waiting for a
-batch, gathering its features and the step are timed by themselves. With --capture steps become CUDA graphs.
+fastsparse_pyg.NeighborLoader or fastsparse_dgl.DataLoader samples the neighbours on the device. Waiting for a
+batch, gathering its features and the step are timed separately. With --capture, steps run as CUDA graphs.
 See docs/minibatch.md.
 """
 
@@ -55,8 +55,8 @@ class BatchTimes:
     """Milliseconds of every batch.
 
     Attributes:
-        sampling: Waiting for drawn neighbours; a GPU samples them during the step before.
-        gather: Features and labels of the nodes; graphs to the device.
+        sampling: Waiting for sampled neighbours; a GPU samples them during the previous step.
+        gather: Gathering features and labels of the nodes, and moving graphs to the device.
         step: Forward, backward and optimiser.
     """
 
@@ -67,14 +67,14 @@ class BatchTimes:
 
 @dataclass
 class Task:
-    """One graph, and how to train on batches of it.
+    """Trains models on batches of one graph.
 
     Attributes:
         options: The command line.
         dataset: The graph, on the CPU.
-        x: Its features.
+        x: Features of the nodes, (num_nodes, width).
         recipe: Hyper-parameters.
-        device: Where to train.
+        device: Device that trains.
     """
 
     options: argparse.Namespace
@@ -89,30 +89,30 @@ class Task:
 
     @property
     def num_outputs(self) -> int:
-        """Number of classes, as the models ask for it."""
+        """Number of classes, under the name that the models read."""
         return self.dataset.num_classes
 
     def model(self, conv: str) -> tuple[NodeModel, str]:
-        """A freshly drawn model and its layer's name."""
+        """Makes a newly initialised model; also returns its layer's name."""
         words = argparse.Namespace(framework=self.options.framework, conv=conv, batching="neighbor")
         model, name = make_sage(words, self, self.recipe)  # type: ignore[arg-type]
         return model, name  # type: ignore[return-value]
 
     def batches(self, conv: str, nodes: Tensor) -> Batches:
-        """Shuffled batches of nodes with sampled neighbours."""
+        """Makes shuffled batches of nodes with sampled neighbours."""
         recipe, workers = self.recipe, self.options.workers
         sampling = Sampling(self.options.framework, self.dataset, conv, self.device, self_loops=False)
         return sampling.batches(recipe.fanouts, nodes, recipe.batch_size, shuffle=True, workers=workers)
 
     def loss(self, model: NodeModel, batch: Any) -> Tensor:
-        """Mean cross entropy of the seeds."""
+        """Computes the mean cross entropy of the seeds."""
         graphs, x, y = opened(batch, self.recipe.layers)
         return F.cross_entropy(model(graphs, x)[: y.numel()].float(), y)
 
     def train(
         self, model: NodeModel, conv: str, split: Split, progress: tqdm, times: BatchTimes
     ) -> RunResult:
-        """Trains a model; scores come from all neighbours of all nodes."""
+        """Trains a model on sampled neighbours, and evaluates it with all neighbours of all nodes."""
         result, recipe, precision = RunResult(), self.recipe, self.options.precision
         synchronise = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
         optimiser = torch.optim.Adam(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
@@ -170,7 +170,7 @@ class Task:
             getattr(result, part).append(score(self.recipe.select_by, logits, self.y_on_device, mask))
 
     def compare(self, convs: Sequence[str]) -> tuple[list[LayerResult], dict[str, BatchTimes]]:
-        """Trains with every layer: the same weights to begin with, the same splits, batches from one seed."""
+        """Trains with every layer, from the same initial weights, with the same splits and batches."""
         times = {conv: BatchTimes([], [], []) for conv in convs}
         data, options = self.dataset.to(self.device), self.options
         splits = [data.split(number, options.seed) for number in range(self.recipe.runs)]
@@ -202,7 +202,7 @@ def print_batches(console: Console, results: Sequence[LayerResult], times: dict[
 
 
 def fanouts(text: str) -> tuple[int, ...]:
-    """A list of numbers of neighbours, for argparse."""
+    """Type for argparse: a list of numbers of neighbours, such as 15,10,5."""
     return tuple(at_least(1)(part) for part in text.split(","))
 
 
@@ -216,7 +216,7 @@ def main(
         console: Where to print, by default standard output.
 
     Raises:
-        ExampleError: Something the user can put right.
+        ExampleError: The user has to change an option or a file.
     """
     command_line = parser(__doc__.split("\n\n", 1)[0])
     add = command_line.add_argument

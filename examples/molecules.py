@@ -55,7 +55,7 @@ RECIPES = {
     ),
 }
 
-#: Width of the bonds' features in attention and PNA; GINE's have the width of the nodes'.
+#: Width of the bonds' features in attention and PNA. In GINE, they are as wide as the nodes' features.
 BOND_WIDTH = 16
 PNA = (["mean", "min", "max", "std"], ["identity", "amplification", "attenuation"])
 
@@ -92,7 +92,7 @@ class Block(nn.Module):
             self.last_norm = nn.BatchNorm1d(width)
 
     def forward(self, graph: Any, x: Tensor, edges: Tensor) -> Tensor:
-        """(num_nodes, width) from the same and features of edges."""
+        """Computes new features (num_nodes, width) from node features of the same shape and edge features."""
         out = F.dropout(self.call(self.conv, graph, x, edges).flatten(1), self.dropout, self.training)
         if self.feed_forward is None:
             return x + F.relu(self.norm(out))
@@ -121,7 +121,7 @@ class MoleculeModel(nn.Module):
         self.readout = nn.Linear(recipe.hidden, dataset.num_classes)
 
     def forward(self, graph: Any, batch: GraphBatch) -> Tensor:
-        """Logits (molecules, classes)."""
+        """Computes logits (molecules, classes)."""
         assert batch.edge_codes is not None
         x, edges = _embed(self.atoms, batch.codes), _embed(self.bonds, batch.edge_codes)
         for block in self.blocks:
@@ -137,7 +137,7 @@ def _embed(embeddings: nn.ModuleList, codes: Tensor) -> Tensor:
     return torch.stack([table(code) for table, code in zip(embeddings, codes.t(), strict=True)]).sum(0)
 
 
-#: constructor of the layer, dataset, recipe -> one layer.
+#: Function that makes one layer: (framework, constructor of the layer, dataset, recipe) -> layer.
 MakeLayer = Callable[[str, Callable[..., nn.Module], GraphDataset, Recipe], nn.Module]
 
 
@@ -178,7 +178,7 @@ def make_pna(
     return constructor(recipe.hidden, recipe.hidden, *PNA, delta, edge_feat_size=BOND_WIDTH)
 
 
-#: --model -> the operator in `common.frameworks.LAYERS`, how to make a layer, whether it is a transformer's.
+#: --model -> (operator in `common.frameworks.LAYERS`, function that makes a layer, True for transformers).
 MODELS: dict[str, tuple[str, MakeLayer, bool]] = {
     "pna": ("pna", make_pna, False),
     "gps": ("edge_attention", make_attention, True),
@@ -189,7 +189,7 @@ MODELS: dict[str, tuple[str, MakeLayer, bool]] = {
 def make_model(
     kind: str, framework: str, conv: str, dataset: GraphDataset, recipe: Recipe
 ) -> tuple[nn.Module, str]:
-    """The classifier that ``--model`` names with the layer that `conv` names, and that layer's name."""
+    """Makes the classifier of ``--model`` with the ``reference`` or ``fast`` layer; also returns its name."""
     operator, make_layer, has_feed_forward = MODELS[kind]
     name, constructor = layer(framework, operator, conv)
     blocks = [

@@ -2,8 +2,8 @@
 
     python examples/ogb_graph.py --dataset ogbg-molhiv --root data --download --model gin --conv fast
 
-Hyper-parameters of gin and gcn are those of OGB's example scripts, without features of bonds, which the
-layers do not take: see docs/ogb.md.
+Hyper-parameters of gin and gcn are those of OGB's example scripts. Features of bonds are left out, because
+the layers take no edge features: see docs/ogb.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DATASETS = ("ogbg-molhiv",)
 #: OGB's examples/graphproppred/mol: five layers of width 300.
 _OGB = LongRecipe(layers=5, hidden=300, dropout=0.5, lr=1e-3, epochs=100, batch_size=32, runs=1)
 
-#: The transformer's are those of graph_transformer.py.
+#: Hyper-parameters by model. The transformer has those of graph_transformer.py.
 RECIPES = {
     "gin": _OGB,
     "gcn": _OGB,
@@ -55,7 +55,7 @@ class GraphModel(nn.Module):
     """Graph layers with batch norms on embedded atoms, then the mean over each graph's atoms.
 
     Args:
-        framework: The framework whose layers these are.
+        framework: The framework of the layers.
         convs: The layers, all of width `recipe.hidden`.
         code_sizes: Number of categories of each feature.
         recipe: Width and dropout.
@@ -75,7 +75,7 @@ class GraphModel(nn.Module):
         self.lin_out = nn.Linear(recipe.hidden, 2)
 
     def forward(self, graph: Any, batch: GraphBatch) -> Tensor:
-        """Logits (graphs, 2)."""
+        """Computes logits (graphs, 2)."""
         x = sum(embedding(code) for embedding, code in zip(self.embeddings, batch.codes.t(), strict=True))
         last = len(self.convs) - 1
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
@@ -85,7 +85,7 @@ class GraphModel(nn.Module):
 
 
 def make_gin(options: argparse.Namespace, data: OgbGraphs, recipe: LongRecipe) -> tuple[nn.Module, str]:
-    """GIN with a perceptron of two layers in each."""
+    """GIN with a perceptron of two linear layers in each graph layer."""
     name, constructor = layer(options.framework, "gin", options.conv)
     width = recipe.hidden
 
@@ -100,7 +100,7 @@ def make_gin(options: argparse.Namespace, data: OgbGraphs, recipe: LongRecipe) -
 def make_gcn(options: argparse.Namespace, data: OgbGraphs, recipe: LongRecipe) -> tuple[nn.Module, str]:
     """GCN."""
     name, constructor = layer(options.framework, "gcn", options.conv)
-    # Every batch is another graph, so the layer must not cache one.
+    # Every batch is another graph, so the layer must not cache the normalised graph.
     extra = {"cached": False} if options.framework == "pyg" else {}
     convs = [constructor(recipe.hidden, recipe.hidden, **extra) for _ in range(recipe.layers)]
     return GraphModel(FRAMEWORKS[options.framework], convs, data.code_sizes, recipe), name
@@ -124,13 +124,13 @@ MODELS = {"gin": Model(make_gin), "gcn": Model(make_gcn, self_loops=True), "gt":
 
 
 class GraphTask:
-    """What `Training` needs for many graphs: batches, loss and evaluation.
+    """Batches, loss and evaluation of a `Training` on many graphs.
 
     Args:
         options: The command line.
         data: The graphs, on the CPU.
         recipe: Hyper-parameters.
-        device: Where to train.
+        device: Device that trains.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class GraphTask:
         self.ids = {part: getattr(split, part).nonzero().flatten() for part in ("train", "val", "test")}
 
     def training(self, run: int) -> tuple[Training, str]:
-        """The model of a run, freshly drawn, and how to train it."""
+        """Returns the `Training` of a run with a newly initialised model, and the layer's name."""
         model, name = self.kind.make(self.options, self.data, self.recipe)
         self.model = model.to(self.device)
         place = (graph_training.EVALUATED_AT_ONCE, self.device, self.make_graph)
@@ -174,7 +174,7 @@ class GraphTask:
         )
 
     def gathered(self, batch: GraphBatch) -> Any:
-        """A batch on the device; to be captured, as PyG has it."""
+        """Moves a batch to the device; captured steps get PyG's own batch."""
         batch = batch.to(self.device)
         return batch.as_pyg() if self.options.capture else batch
 
@@ -184,7 +184,7 @@ class GraphTask:
         return F.cross_entropy(logits.float(), batch.y), batch.y.numel()
 
     def evaluate(self) -> dict[str, float]:
-        """Scores by OGB's Evaluator."""
+        """Computes scores with OGB's Evaluator."""
         return {
             part: self.data.score(evaluation.logits(), self.ids[part])
             for part, evaluation in self.parts.items()

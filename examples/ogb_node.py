@@ -4,7 +4,7 @@
     python examples/ogb_node.py --dataset ogbn-products --model sage --batching neighbor --framework dgl
     torchrun --nproc-per-node 4 examples/ogb_node.py --dataset ogbn-products --parallel fullgraph
 
-Hyper-parameters are those of the leaderboard's example scripts where there are any: see docs/ogb.md.
+Hyper-parameters are those of the leaderboard's example scripts, if there are any: see docs/ogb.md.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ RECIPES = {
 
 
 def recipe_of(dataset: str, model: str, batching: str) -> NodeRecipe:
-    """The hyper-parameters of a dataset and a model.
+    """Returns the hyper-parameters of a dataset and a model.
 
     Raises:
-        ExampleError: The whole graph does not fit.
+        ExampleError: The whole graph does not fit into memory.
     """
     if (dataset, batching) not in RECIPES:
         raise ExampleError(f"--batching {batching}: {dataset} is too large to train on as a whole.")
@@ -80,13 +80,13 @@ def recipe_of(dataset: str, model: str, batching: str) -> NodeRecipe:
 
 @dataclass
 class NodeTask:
-    """What `Training` needs for one graph: batches, loss and evaluation.
+    """Batches, loss and evaluation of a `Training` on one graph.
 
     Attributes:
         options: The command line.
         data: The graph, on the CPU.
         recipe: Hyper-parameters.
-        device: Where to train.
+        device: Device that trains.
         parallel: The processes that train together.
     """
 
@@ -126,7 +126,7 @@ class NodeTask:
             )
 
     def take_rows(self) -> None:
-        """This process's rows of the graph, and of the data of nodes."""
+        """Selects this process's rows of the graph and of the nodes' data."""
         from fastsparse_core.distributed import PartitionedAdjacency, exchange_group, partition
 
         data, parallel = self.data, self.parallel
@@ -154,7 +154,7 @@ class NodeTask:
         self.train_y = parts.scatter(data.y, parallel.rank)[own].to(self.device)
 
     def batches(self, part: str) -> Batches:
-        """Batches of a part of the split; of ``own`` nodes, to train on; of ``all`` with all neighbours."""
+        """Makes batches of a part of the split: ``own``: this process's nodes; ``all``: all neighbours."""
         if part not in self.loaders:
             everyone = part == "all"
             self.loaders[part] = self.sampling.batches(
@@ -167,12 +167,12 @@ class NodeTask:
         return self.loaders[part]
 
     def seeds(self, part: str) -> Tensor:
-        """The nodes of a part of the split; ``own``: this process's of those to train on."""
+        """Returns the nodes of a part of the split; with ``own``, only this process's training nodes."""
         split = self.data.split
         return self.parallel.share(split["train"]) if part == "own" else split[part]
 
     def training(self, run: int) -> tuple[Training, str]:
-        """The model of a run, freshly drawn, and how to train it."""
+        """Returns the `Training` of a run with a newly initialised model, and the layer's name."""
         model, name = self.kind.make(self.options, self.data, self.recipe)
         self.model = self.called = model.to(self.device)
         parallel = self.parallel
@@ -206,7 +206,7 @@ class NodeTask:
         return training, name
 
     def share_of_loss(self, batch: None) -> tuple[Tensor, int]:
-        """This process's share of the mean loss over all nodes to train on, and how many those are."""
+        """Returns this process's share of the mean loss over all training nodes, and their number."""
         logits = self.model(self.graphs, self.x)[self.train]
         everyone = self.data.split["train"].numel()
         if self.train.numel() == 0:  # the backward pass of the other processes still needs this process
@@ -217,7 +217,7 @@ class NodeTask:
         return self.data.loss(self.model(self.graphs, self.x)[self.train], self.train_y), self.train.numel()
 
     def gathered(self, batch: MiniBatch) -> Any:
-        """A batch with its features and its seeds' labels, on the device."""
+        """Returns a batch with its features and its seeds' labels, on the device."""
         x = self.features[batch.nodes.to(self.device)]
         y = self.data.y[batch.seeds.cpu()].to(self.device)
         return batch.holding(self.options.conv, self.device, x, y)
@@ -230,7 +230,7 @@ class NodeTask:
         return model(batch.graphs_on(self.options.conv, self.device), x)[: batch.seeds.numel()]
 
     def evaluate(self) -> dict[str, float]:
-        """Scores by OGB's Evaluator, with the logits that --inference asks for."""
+        """Computes scores with OGB's Evaluator, from logits as --inference says."""
         split = self.data.split
         if self.options.inference == "sampled":
             return {part: self.sampled_score(part) for part in split}
@@ -241,7 +241,7 @@ class NodeTask:
         return {part: self.data.score(logits[nodes], nodes) for part, nodes in split.items()}
 
     def sampled_score(self, part: str) -> float:
-        """The score with as many neighbours as in training."""
+        """Computes the score with as many sampled neighbours as in training."""
         pairs = []
         for batch in self.batches(part):
             x = self.features[batch.nodes.to(self.device)]
@@ -250,7 +250,7 @@ class NodeTask:
         return self.data.score(logits, nodes)
 
     def layerwise_logits(self) -> Tensor:
-        """Logits of all nodes from all neighbours, one layer after the other for all nodes in batches."""
+        """Computes logits of all nodes from all neighbours: each layer for all nodes, in batches."""
         x = self.data.x
         for index in range(self.recipe.layers):
             parts = []
@@ -263,12 +263,12 @@ class NodeTask:
 
 
 def fanouts(text: str) -> tuple[int, ...]:
-    """A list of numbers of neighbours, for argparse."""
+    """Type for argparse: a list of numbers of neighbours, such as 15,10,5."""
     return tuple(at_least(1)(part) for part in text.split(","))
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, NodeRecipe]:
-    """The command line and the hyper-parameters it asks for.
+    """Parses the command line; returns the options and the hyper-parameters.
 
     Raises:
         ExampleError: Options do not go together.
@@ -337,7 +337,7 @@ def train(
     parallel: Parallel,
     console: Console,
 ) -> tuple[dict, list[LayerResult]]:
-    """Loads the data, trains and reports; as `main` returns."""
+    """Loads the data, trains and reports; returns the same as `main`."""
     with parallel.first_alone():
         data = load_nodes(options.dataset, options.root, options.framework, download=options.download)
     recipe = replace(recipe, select_by=data.metric)

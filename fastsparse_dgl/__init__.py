@@ -46,7 +46,7 @@ __all__ = [
     "restore",
     "why",
 ]
-#: The names of `nn`, a list of its own so that `nn` need not be imported.
+#: The names that `fastsparse_dgl.nn` exports. They are repeated here, so that `nn` is imported only on use.
 _LAYERS = [
     "FastAGNNConv",
     "FastDotGatConv",
@@ -79,7 +79,7 @@ _LAZY = dict.fromkeys(_LAYERS, "fastsparse_dgl.nn") | {
     "restore": "fastsparse_dgl.layer_swap",
     "why": "fastsparse_dgl.explanation",
 }
-_extend("fastsparse_core.capturing", "fastsparse_dgl.captured_graphs")  # registers DGL's objects
+_extend("fastsparse_core.capturing", "fastsparse_dgl.captured_graphs")  # lets `capture` handle DGL's graphs
 
 if TYPE_CHECKING:  # with a module-level __getattr__, type checkers accept every misspelt name
     from fastsparse_core.capturing import capture

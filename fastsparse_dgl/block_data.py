@@ -1,4 +1,4 @@
-"""Data of sampled blocks: rows of the graph's features. As in DGL, they are gathered at the first read."""
+"""Data of sampled blocks: rows of the graph's features, which are gathered at the first read as in DGL."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Frames = dict[Space, Any]
 class GraphColumn(Column):
     """Column of a block on a GPU, whose rows are gathered from a feature on the CPU at the first read.
 
-    DGL's own column gathers the rows on the host and then copies them to the GPU. This one reads them through
-    `FeatureTable`, like prefetched features: from the copy on the GPU if there is one.
+    DGL's own column gathers the rows on the host and then copies them to the GPU. This column reads the rows
+    through a `FeatureTable`, like prefetched features, so it uses the copy on the GPU if there is one.
 
     Args:
         table: the feature of all nodes or edges, on the CPU.
@@ -55,13 +55,13 @@ class GraphColumn(Column):
         Column.data.fset(self, value)
 
     def clone(self) -> Any:
-        """A copy of the column: it shares the gathered rows, or gathers its own if none were read yet."""
+        """Returns a copy, which shares the gathered rows, or gathers rows itself if none were read yet."""
         if self.index is None:
             return super().clone()
         return self._with(self.index)
 
     def subcolumn(self, rowids: Tensor) -> Any:
-        """A column of the rows ``rowids``."""
+        """Returns a column with the rows at the positions ``rowids``."""
         if self.index is None:
             return super().subcolumn(rowids)
         return self._with(self.index[rowids.to(self.index.device).long()])
@@ -82,7 +82,7 @@ def _rows(table: Tensor, index: Tensor, device: torch.device) -> Tensor:
 
 
 def gathered(frame: Any, ids: Tensor, id_name: str, reads: set[Any], key: Any) -> Any:
-    """The frame of some nodes or edges of a graph; its features are gathered at the first read.
+    """Returns the frame of some nodes or edges of a graph. Features are gathered at the first read.
 
     Args:
         frame: the frame of all nodes or edges of a type.
@@ -105,7 +105,7 @@ def unread(frame: Any, ids: Tensor, reads: set[Any], key: Any) -> Any:
 
 
 def read_before(frame: Any) -> dict[str, Tensor]:
-    """Data of a frame, without columns that no batch of its sampler has read so far, to save the gather."""
+    """Returns a frame's data. Columns that no batch of the sampler has read are left out, to save gathers."""
     return {
         name: frame[name]
         for name, column in frame._columns.items()
@@ -118,7 +118,7 @@ class BlockData(MutableMapping[str, Any]):
 
     Args:
         frames: the frames of a block.
-        space: the nodes or edges whose tensors these are: ``("src", type)``, ``("dst", type)`` or
+        space: nodes or edges to which the tensors belong: ``("src", type)``, ``("dst", type)`` or
             ``("edge", type)``.
     """
 
@@ -160,12 +160,12 @@ class DataView:
 
     @property
     def data(self) -> BlockData:
-        """Tensors by name."""
+        """Tensors of the nodes, by name."""
         return BlockData(self._frames, self._space)
 
 
 def frames_of(block: Any) -> Frames:
-    """Frames of DGL's block: of the sources, destinations and edges of every type."""
+    """Returns the frames of DGL's block for the sources, destinations and edges of every type."""
     nodes, edges = block._node_frames, block._edge_frames
     return {
         **{("src", name): nodes[block.get_ntype_id_from_src(name)] for name in block.srctypes},

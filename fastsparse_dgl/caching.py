@@ -7,7 +7,8 @@ structure changes, so a changed graph never finds an old entry. The key is a wea
 freed with the last graph that uses it.
 
 The slice ``graph[etype]`` of a heterogeneous graph gets a new handle every time, for the same C++ object.
-:func:`relation` makes slices that share the first handle, which is kept as long as that of the whole graph.
+:func:`relation` makes slices that share the first handle, which is stored until the whole graph's handle is
+freed.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from fastsparse_dgl.graph import (
 
 _cache = AdjacencyCache("fastsparse_dgl")
 
-#: A private attribute, but the only object in DGL that is replaced exactly when the structure changes. If a
-#: version of DGL does not have it, nothing is cached.
+#: The attribute is private, but no other object in DGL is replaced exactly when the structure changes. If a
+#: version of DGL does not have this attribute, nothing is cached.
 _HANDLE = "_graph"
 
 #: Handle of a graph -> number of an edge type -> handle of the slice of that edge type.
 _relations: Any = WeakIdKeyDictionary()
 _relations_lock = ForkSafeLock()
-#: Handle of a batch -> the loader's facts about its edges.
+#: Handle of a batch -> the batch's edges, with the structure that the loader knows.
 _of_batches: Any = WeakIdKeyDictionary()
 
 
 def relation(graph: GraphLike, etype: Any) -> GraphLike:
-    """``graph[etype]``, with the same handle every time, so that its structure is found in the cache.
+    """Returns ``graph[etype]`` with the same handle every time, so that its structure is in the cache.
 
     Args:
         graph: DGLGraph.
@@ -64,7 +65,7 @@ def relation(graph: GraphLike, etype: Any) -> GraphLike:
 
 
 def first_relation(handle: Any, number: int, make: Callable[[], Any]) -> Any:
-    """The first handle that was made for an edge type of a graph, or a new one.
+    """Returns the handle that was made first for an edge type of a graph. Makes a handle if there is none.
 
     Args:
         handle: handle of the whole graph.
@@ -75,20 +76,20 @@ def first_relation(handle: Any, number: int, make: Callable[[], Any]) -> Any:
         kept = _relations.get(handle, {}).get(number)
         if kept is None:
             kept = make()
-            if kept is not handle:  # otherwise the entry would keep its own key alive
+            if kept is not handle:  # an entry that references its own key would never be freed
                 _relations.setdefault(handle, {})[number] = kept
         return kept
 
 
 def adjacency_of_index(index: Any, device: torch.device) -> Adjacency:
-    """Like :func:`adjacency_of`, for DGL's ``HeteroGraphIndex`` of a graph with one edge type."""
+    """Does the same as :func:`adjacency_of` for a ``HeteroGraphIndex`` with one edge type."""
     return _cache.lookup(
         index, None, device, lambda: _known(index, device) or adjacency_from_index(index, device)
     )
 
 
 def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
-    """The Adjacency of a graph on a device, cached until the graph changes or is freed.
+    """Returns the Adjacency of a graph on a device, which is cached until the graph changes or is freed.
 
     Args:
         graph: DGLGraph, SampledBlock, or Adjacency (which is returned as it is).
@@ -119,12 +120,12 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
 
 
 def _keeps_structure(graph: GraphLike) -> bool:
-    """Whether the graph is a :class:`fastsparse_dgl.SampledBlock`, which stores its own structure."""
+    """True if the graph is a :class:`fastsparse_dgl.SampledBlock`, which stores its own structure."""
     return getattr(type(graph), "keeps_structure", False)
 
 
 def _on_host(handle: Any) -> Any:
-    """DGL's handle on the CPU. Graphs that `enable()` moved to a GPU share its cached structures."""
+    """Returns DGL's handle on the CPU, with which graphs that `enable()` moved to a GPU share structures."""
     return getattr(handle, "host", handle)
 
 
@@ -134,7 +135,7 @@ def _build(graph: GraphLike, device: torch.device) -> Adjacency:
 
 
 def _known(handle: Any, device: torch.device) -> Adjacency | None:
-    """The structure of a batch of :class:`fastsparse_dgl.GraphDataLoader`, built without sorting, or None."""
+    """Returns the structure of a :class:`fastsparse_dgl.GraphDataLoader`'s batch; None for other graphs."""
     edges = _of_batches.get(handle) if len(_of_batches) else None
     if edges is None or edges.device != device or not edges.has_structure:
         return None
@@ -143,7 +144,7 @@ def _known(handle: Any, device: torch.device) -> Adjacency | None:
 
 
 def remember_edges(graph: GraphLike, edges: BatchEdges) -> None:
-    """Stores what a loader knows about a batch's edges, as long as the graph has this structure."""
+    """Stores a loader's edges of a batch (with their structure) as long as the graph has this structure."""
     handle = getattr(graph, _HANDLE, None)
     if handle is not None:
         _of_batches[_on_host(handle)] = edges
@@ -163,7 +164,7 @@ def prepare(
     etype: Any = None,
     backward: bool = True,
 ) -> Adjacency:
-    """Converts a graph now, and caches all that layers would build in their first forward and backward pass.
+    """Converts a graph now, and builds what layers would build in their first forward and backward pass.
 
     The layers find the result in the cache, so you may ignore the returned Adjacency. You can also pass it to
     any layer in place of the graph, which ``torch.compile`` requires.
@@ -203,7 +204,7 @@ def prepare(
 
 
 def _with_index(device: torch.device | str | int) -> torch.device:
-    """The device as tensors report it: ``cuda`` becomes the current CUDA device, with its index."""
+    """Returns the device as tensors report it: ``cuda`` becomes the current device, such as ``cuda:0``."""
     return torch.empty(0, device=device).device
 
 

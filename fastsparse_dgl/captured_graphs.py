@@ -1,8 +1,8 @@
-"""DGL's graphs, batches and blocks as arguments of captured steps, and its readouts without padding.
+"""Lets captured steps take DGL's graphs, batches and blocks, and removes padding from DGL's readouts.
 
-A single graph must have the same structure in every call, and its structure is read in place. Batches and
-blocks are padded: the recorded step gets objects with padded memory, which drop-in layers and readouts
-accept.
+A single graph must have the same structure in every call, because the recorded step reads this structure in
+place. Batches and blocks are padded: the recorded step gets objects with padded memory, which drop-in layers
+and readouts accept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _graph(graph: Any) -> Argument:
 
 
 class _GraphArgument(Argument):
-    """One graph. Its structure is part of the key; its data are the tensors of the argument."""
+    """A single graph. The structure is part of the step's key; the data are the tensors of the argument."""
 
     def __init__(self, graph: Any) -> None:
         frames = _frames_of_graph(graph)
@@ -75,7 +75,7 @@ def _frames_of_graph(graph: Any) -> list[_Frame]:
 
 
 def _frame(data: Mapping[str, Tensor]) -> _Frame:
-    """The given data, by name. Tensors with a ``grad_fn`` are left out: an earlier step computed them."""
+    """Returns the user's data by name, without tensors that have a ``grad_fn``: a step computed them."""
     return {name: data[name] for name in sorted(data) if data[name].grad_fn is None}
 
 
@@ -114,7 +114,7 @@ class _BatchArgument(Argument):
 
 
 class _HeldBatch(Held):
-    """Memory for a padded batch. The padding forms one additional graph, which readouts leave out."""
+    """Memory for a padded batch. The padding is one additional graph, which readouts leave out."""
 
     def __init__(self, like: _BatchArgument, capacity: Capacity) -> None:
         self._places = BatchPlaces(capacity, like.edges.device)
@@ -126,7 +126,7 @@ class _HeldBatch(Held):
             for frame, places in zip(like.frames, self._of_rows, strict=True)
         ]
         self._lengths = [torch.zeros_like(item) for item in like.lengths]
-        #: The graph of every node and of every edge.
+        #: For nodes and for edges: the number of the graph to which each of them belongs, int64.
         self._of_graph = [
             torch.zeros(places.starts[-1], dtype=torch.int64, device=like.edges.device)
             for places in self._of_rows
@@ -139,7 +139,7 @@ class _HeldBatch(Held):
         self.sorted = {(index.untyped_storage().data_ptr(), 0) for index in self._of_graph}
 
     def graph_of(self, lengths: Any) -> Tensor | None:
-        """The graph of every row, if ``lengths`` are this batch's numbers of nodes or edges per graph."""
+        """Returns the graph of every row if ``lengths`` are this batch's nodes or edges per graph."""
         found = (of for own, of in zip(self._lengths, self._of_graph, strict=True) if own is lengths)
         return next(found, None)
 
@@ -163,7 +163,7 @@ class _HeldBatch(Held):
 
 @contextlib.contextmanager
 def _stand_ins(held: list[Held]) -> Iterator[None]:
-    """Context in which readouts omit the padding's graph. Data that the step sets on graphs is removed."""
+    """In this context, readouts omit the padding's graph. At its end, data that the step added is removed."""
     batches = [item for item in held if isinstance(item, _HeldBatch)]
     graphs = [item.value for item in batches]
     graphs += [block for item in held if isinstance(item, _HeldBlocks) for block in item.value]
@@ -206,7 +206,7 @@ def _block(block: Any) -> Argument:
 
 
 def _blocks(blocks: Sequence[Any]) -> Argument | None:
-    """The argument of a list of blocks, in the order of the layers; None if it is another kind of list."""
+    """Makes the argument for a list of blocks in the order of the layers; None for other kinds of lists."""
     if not blocks or not all(isinstance(block, SampledBlock) or _is_block(block) for block in blocks):
         return None
     if any(block.canonical_etypes != blocks[0].canonical_etypes for block in blocks):
@@ -219,7 +219,7 @@ def _is_block(item: Any) -> bool:
 
 
 class _BlocksArgument(Argument):
-    """The blocks of a batch. Nodes are ordered by hop: a block begins with the nodes of the next block."""
+    """The blocks of a batch. Nodes are sorted by hop: a block's first nodes are those of the next block."""
 
     sizes: Sizes
 
@@ -248,7 +248,7 @@ class _BlocksArgument(Argument):
         super().__init__(blocks, key, [*flat, *(item for frame in frames for item in frame.values())])
 
     def _nodes(self, ntype: str) -> tuple[int, ...]:
-        """Number of nodes of a type that each hop adds."""
+        """Returns the number of nodes of a type that each hop adds."""
 
         def count(block: Any, side: str) -> int:
             names = block.srctypes if side == "src" else block.dsttypes
@@ -314,7 +314,7 @@ class _HeldBlocks(Held):
         for given, of_block in zip(argument.frames, self._frames, strict=True):
             for frame, (memory, of_rows) in zip(given, of_block, strict=True):
                 for name, item in frame.items():
-                    if of_rows is None:  # data of edges; the rows of padded edges have no effect
+                    if of_rows is None:  # edge data need no padding, because padded edges have no effect
                         memory[name][: item.size(0)].copy_(item)
                     else:
                         rows.append((memory[name], item, of_rows))
@@ -325,7 +325,7 @@ class _HeldBlocks(Held):
 
 
 def _edges_of(block: Any, etype: EdgeType) -> Tensor:
-    """Sources and destinations (2, E), in the order of the edges' data."""
+    """Returns sources and destinations, (2, E), in the order of the edges' data."""
     if isinstance(block, SampledBlock):
         return block.edges.of(etype).edge_index
     return torch.stack(block.edges(order="eid", etype=etype))

@@ -2,8 +2,8 @@
 
 A DGLGraph is Python code around one handle of DGL's C++ library, ``graph._graph``. If such a graph is moved
 to a GPU, its handle is a :class:`DeviceIndex`: another handle of the structure on the host, which also stores
-the GPU as its device. The rest of DGL is unchanged and treats the graph as one on the GPU, because three
-hooks cover all of its access to the C++ library:
+the GPU as its device. The rest of DGL is unchanged and treats the graph as a graph on the GPU, because three
+hooks cover all calls of the C++ library:
 
 - :func:`to_library` copies tensors on the GPU to the host before the library reads them;
 - :func:`call` marks the results of calls that got a DeviceIndex, or a tensor from the GPU, with that device
@@ -37,19 +37,19 @@ _CPU: Any = dgl.ndarray.cpu()
 
 #: Name of the attribute with the device of an array, function or object of the C++ library.
 _MARK = "_fastsparse_device"
-#: Name of the attribute of output arrays with two tensors: that on the host, and its target on the device.
+#: Name of the attribute of output arrays with a pair: the tensor on the host, and its target on the device.
 _TARGET = "_fastsparse_target"
 
 #: Types of devices whose graphs have a DeviceIndex. It is empty if nothing is enabled, or if DGL itself
 #: supports the GPU.
 device_types: tuple[str, ...] = ()
 
-#: Whether there has been a graph or an array on such a device. Before that, calls need no inspection.
+#: True once a graph or an array on such a device was made. Until then, calls need no inspection.
 _in_use = False
 
 
 def serves(device: torch.device) -> bool:
-    """Whether graphs on this device have a DeviceIndex."""
+    """True if graphs on this device have a DeviceIndex."""
     return device.type in device_types
 
 
@@ -73,7 +73,7 @@ class DeviceIndex(_IndexClass):
         return dgl.utils.to_dgl_context(self.device)
 
     def copy_to(self, ctx: Any) -> Any:
-        """The index on another device; for the CPU, DGL's own index."""
+        """Returns the index on another device; for the CPU, DGL's own index."""
         return place(self.host, dgl.backend.to_backend_ctx(ctx))
 
     def get_relation_graph(self, etype: int) -> Any:
@@ -117,7 +117,7 @@ class DeviceIndex(_IndexClass):
         """Does nothing, because the structure's tensors on the device are kept as long as the graph."""
 
     def shared_memory(self, *args: Any, **kwargs: Any) -> Any:
-        """A copy in shared memory on the CPU, with DGL's own index."""
+        """Returns a copy in shared memory on the CPU, as DGL's own index."""
         return self.host.shared_memory(*args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -141,7 +141,7 @@ class _OnDevice:
 
 
 def is_one_relation(index: Any) -> bool:
-    """Whether a graph has one edge type and only its end types, so that the relation is the graph itself."""
+    """True if a graph has one edge type and only the node types of its ends, so it equals its relation."""
     if index.number_of_etypes() != 1:
         return False
     source, target = index.metagraph.find_edge(0)
@@ -149,7 +149,7 @@ def is_one_relation(index: Any) -> bool:
 
 
 class StrandedIndex(_IndexClass):
-    """A DeviceIndex after :func:`fastsparse_dgl.disable`: every access raises an error with the cure."""
+    """Class of a DeviceIndex after :func:`fastsparse_dgl.disable`; every access raises an error."""
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__") or name in ("host", "device", "_kept", "_cache"):
@@ -169,7 +169,7 @@ _living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def serve(types: tuple[str, ...]) -> None:
-    """Sets the types of devices whose graphs have a DeviceIndex. Existing indices elsewhere stop working."""
+    """Sets the types of devices whose graphs have a DeviceIndex. Indices on other devices stop working."""
     global device_types
     device_types = types
     for index in list(_living.values()):
@@ -177,7 +177,7 @@ def serve(types: tuple[str, ...]) -> None:
 
 
 def place(host: Any, device: torch.device) -> Any:
-    """The index of a structure on a device: DGL's own index for the CPU, otherwise a DeviceIndex.
+    """Returns the index of a structure on a device: DGL's own index for the CPU, otherwise a DeviceIndex.
 
     Raises:
         DGLError: FastSparse is not enabled for the device, for example when a pickled graph is loaded in
@@ -271,7 +271,7 @@ def _written(args: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _marked(result: Any, device: torch.device) -> Any:
     if isinstance(result, _MetaClass):
-        return result  # names and types only, which belong to no device
+        return result  # the results are only names and types, which have no device
     if isinstance(result, _IndexClass):
         return place(result, device)
     if isinstance(result, _NDArray):
@@ -282,7 +282,7 @@ def _marked(result: Any, device: torch.device) -> Any:
 
 
 class _DeviceArray(_NDArray):
-    """An array on the host that DGL's Python code treats as one on the device."""
+    """An array on the host that DGL's Python code treats as an array on the device."""
 
     @property
     def ctx(self) -> Any:
@@ -329,7 +329,7 @@ def from_library(original: Any, array: Any) -> Tensor:
 
 
 def on_host(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a function of DGL that supports only the CPU: moves its arguments there and its results back."""
+    """Runs a CPU-only function of DGL: moves its arguments to the CPU, and its results to the device."""
     device = next(filter(None, (_lies_on(arg) for arg in (*args, *kwargs.values()))), None)
     if device is None:
         return original(*args, **kwargs)
@@ -355,7 +355,7 @@ def _moved(item: Any, device: torch.device) -> Any:
 
 
 def pin_memory_(original: Any, index: Any) -> Any:
-    """Replaces ``HeteroGraphIndex.pin_memory_``: the error of a DGL without CUDA, with a workaround."""
+    """Replaces ``HeteroGraphIndex.pin_memory_``: raises an error with a workaround."""
     raise DGLError(
         "pinning a graph (graph.pin_memory_(), DataLoader(use_uva=True)) needs a DGL with CUDA. Leave "
         "use_uva out: batches are then sampled on the CPU and moved to the GPU. Or pass graph.to('cuda')"

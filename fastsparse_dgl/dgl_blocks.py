@@ -22,7 +22,7 @@ def dgl_block(
     idtype: torch.dtype,
     frames: Frames,
 ) -> Any:
-    """DGL's block of sampled edges. The structure of a single edge type is cached for the layers.
+    """Makes DGL's block of sampled edges. The structure of a single edge type is cached for the layers.
 
     Args:
         edges: sampled edges by edge type.
@@ -47,7 +47,7 @@ def dgl_block(
 
 
 def dgl_can_hold(device: torch.device) -> bool:
-    """Whether DGL supports graphs on a device. PyPI's DGL needs `enable` for all devices except the CPU."""
+    """True if DGL supports graphs on a device. PyPI's DGL needs `enable` for all devices except the CPU."""
     if device.type == "cpu" or device_graph.serves(device):
         return True
     if device not in _can_hold:

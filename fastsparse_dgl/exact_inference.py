@@ -1,4 +1,4 @@
-"""Exact inference over all nodes of a graph."""
+"""Computes a model's exact results for all nodes of a graph, layer by layer, without sampling."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def inference(
     """Computes ``model(graph, feat)`` in evaluation mode layer by layer, for large graphs.
 
     Each layer is computed for all nodes (or for all nodes that ``rows`` depend on) before the next layer.
-    Nothing is sampled, so the results are those of the full forward pass up to rounding. Destinations are
-    processed in tiles that fit into memory. Features and results of layers are on the device if they fit
-    there, otherwise on the host. No gradients are recorded.
+    Neighbours are not sampled, so the results equal those of the full forward pass up to rounding.
+    Destinations are processed in tiles that fit into memory. Features and results of layers are stored on the
+    device if they fit into its memory, otherwise on the host. No gradients are recorded.
 
     The model must be a loop over its graph layers with normalisation, activation and dropout between them. It
     must concatenate attention heads, except in the last layer, where it may average them. A run on a small
@@ -48,7 +48,7 @@ def inference(
             CPU.
         feat: floating (N, F) tensor or NumPy array, on ``device`` or on the CPU, possibly a memory-mapped
             file.
-        device: where layers are computed; None: where the model is.
+        device: device that computes the layers; None: the device of the model.
         rows: nodes to compute results for, int64 (R,) or a bool mask (N,); None: all.
         out: floating tensor or NumPy array (R, ...) to write the results to, possibly a memory-mapped file;
             None: a new tensor.
@@ -102,7 +102,7 @@ def _stage(name: str, layer: Any) -> Stage:
         result: Tensor
         if sums is not None:
             result = fast(_each_its_own(sums), (sums, tile.own))
-        # If the destinations are the first sources, pass only the sources, so nothing is computed twice.
+        # If the destinations are the first sources, pass only the sources, to compute their maps only once.
         elif tile.own.data_ptr() == tile.sources.data_ptr():
             result = fast(tile.adj, tile.sources)
         else:
@@ -121,13 +121,13 @@ def _stage(name: str, layer: Any) -> Stage:
 
 
 def _each_its_own(sums: Tensor) -> Adjacency:
-    """The structure in which every node is its own only neighbour, so sums over neighbours change nothing."""
+    """Returns a structure in which every node has only itself as neighbour, so sums change no features."""
     numbers = torch.arange(sums.size(0) + 1, device=sums.device)
     return Adjacency(numbers, numbers[:-1].int(), (sums.size(0), sums.size(0)))
 
 
 def _only_sums(layer: Any) -> bool:
-    """Whether the first step of a layer is to sum the features of its sources."""
+    """True if the first step of a layer is to sum the features of its sources."""
     if isinstance(layer, FastSAGEConv):
         return layer._aggre_type == "mean" and not layer._transform_first
     if isinstance(layer, FastGraphConv):

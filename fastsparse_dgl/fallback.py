@@ -1,4 +1,4 @@
-"""Reports that DGL's implementation ran."""
+"""Reports calls that fall back to DGL's implementation."""
 
 from __future__ import annotations
 

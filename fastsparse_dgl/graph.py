@@ -1,4 +1,4 @@
-"""From a DGLGraph to an Adjacency."""
+"""Converts a DGLGraph to an Adjacency."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def adjacency_from_index(index: Any, device: torch.device) -> Adjacency:
     """
     source_type, target_type = index.metagraph.find_edge(0)
     shape = (index.num_nodes(target_type), index.num_nodes(source_type))
-    # DGL creates any format on demand and keeps it, unless the graph is restricted to some formats
-    # (``graph.formats(["coo"])``). Using a format that exists already saves that time and memory.
+    # DGL creates any format on demand and stores it, unless the graph is restricted to some formats
+    # (``graph.formats(["coo"])``). Using an existing format saves the time and memory for another one.
     formats = index.formats()
     layout = next(
         name
@@ -73,7 +73,7 @@ def adjacency_from_index(index: Any, device: torch.device) -> Adjacency:
         # If the edge ids are 0, 1, 2, ..., DGL leaves them out (length 0).
         return make(pointer, neighbour, shape, edge_id=edge_id if edge_id.numel() else None)
     except ValueError as error:
-        # DGL checks ids of the graphs that users make, so these come from its own functions.
+        # DGL checks the ids of graphs that users make, so only DGL's own functions can make invalid ids.
         raise ValueError(
             f"graph: expected edges between its {shape[1]} sources and {shape[0]} destinations ({error}). "
             "dgl.to_block returns such a block if edges end outside of its argument `dst_nodes`, and so do "
@@ -82,7 +82,7 @@ def adjacency_from_index(index: Any, device: torch.device) -> Adjacency:
 
 
 def inv_degree_with_self(adjacency: Adjacency, dtype: torch.dtype = torch.float32) -> Tensor:
-    """1 / (in-degree + 1), (num_dst,): the factor of a mean over a node and its neighbours. Cached."""
+    """Returns 1 / (in-degree + 1), (num_dst,), the cached factor of a mean over a node and its neighbours."""
     return adjacency.derived(
         ("fastsparse_dgl.inv_degree_with_self", dtype),
         lambda: (adjacency.in_degree() + 1).to(dtype).reciprocal_(),

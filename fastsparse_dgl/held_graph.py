@@ -1,4 +1,4 @@
-"""The objects that a captured step gets in place of DGL's graphs, with padding."""
+"""The padded objects that a captured step gets in place of DGL's graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastsparse_dgl.sampled_block import SampledBlock
 
 
 class HeldEdges(Edges):
-    """Edges of a captured step. Every run of the step builds their structure again."""
+    """Edges of a captured step. Every replay of the step builds their structure again."""
 
     is_sorted = False
 
@@ -41,7 +41,7 @@ class HeldSortedEdges(HeldEdges):
 
 
 def held_edges(ends: Tensor, shape: tuple[int, int], *, is_sorted: bool) -> HeldEdges:
-    """The edges in memory that the captured step reads.
+    """Wraps edges in memory that the captured step reads.
 
     Args:
         ends: sources and destinations (2, E).
@@ -61,8 +61,8 @@ class HeldGraph(SampledBlock):
         like: a DGL batch with the same types and number of graphs.
         ends: sources and destinations (2, E).
         frames: data of nodes and of edges.
-        lengths: numbers of nodes and of edges of every graph.
-        capacity: number of nodes and edges that fit.
+        lengths: numbers of nodes and numbers of edges of all graphs.
+        capacity: largest numbers of nodes and edges for which there is memory.
     """
 
     is_block = is_unibipartite = False

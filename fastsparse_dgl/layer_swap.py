@@ -1,4 +1,4 @@
-"""Replaces the layers of an existing model by drop-ins, and back."""
+"""Replaces the layers of an existing model by drop-ins, and restores them."""
 
 from __future__ import annotations
 
@@ -84,22 +84,22 @@ def as_drop_in(layer: Module) -> Module:
 
 
 def why_left(layer: Module) -> str:
-    """Why :func:`accelerate` does not replace a layer; "" if it does."""
+    """Returns why :func:`accelerate` does not replace a layer; "" if it does."""
     return core.swap(core.second_object(layer), DROP_INS, **_RULES)
 
 
 def is_accelerated(module: Module) -> bool:
-    """Whether a layer is a drop-in."""
+    """True if a layer is a drop-in."""
     return isinstance(module, AggregationMixin)
 
 
 def kernel_of(layer: Module) -> str:
-    """Name of the kernel that computes a drop-in; "" for other modules."""
+    """Returns the name of the kernel that computes a drop-in; "" for other modules."""
     return layer._kernel if isinstance(layer, AggregationMixin) else ""
 
 
 def is_graph_layer(module: Module) -> bool:
-    """Whether a module is a graph layer of DGL or a drop-in."""
+    """True if a module is a graph layer of DGL or a drop-in."""
     if isinstance(module, AggregationMixin):
         return True
     if type(module).__name__ == "PNAConvTower":  # a part of PNAConv
@@ -108,7 +108,7 @@ def is_graph_layer(module: Module) -> bool:
 
 
 def _why_not(layer: Any, drop_in: type[Module]) -> str:
-    """Why the drop-in would run DGL's code for all inputs; "" if it would not."""
+    """Returns why the drop-in would run DGL's code for all inputs; "" if it would not."""
     if drop_in is FastPNAConv:
         reason = why_no_kernel(layer)
     else:

@@ -40,21 +40,21 @@ class SampledBlock:
         edges: sampled edges by edge type.
         num_src: number of sources by node type.
         num_dst: number of destinations by node type; destinations are also the first sources.
-        device: its device.
+        device: device of the block.
         idtype: dtype of ids.
         frames: data by ``("src" or "dst", node type)`` and ``("edge", edge type)``; None: no data yet.
 
     Attributes:
-        device: its device.
+        device: device of the block.
         idtype: dtype of ids.
         canonical_etypes: edge types.
         srctypes: node types of sources.
         dsttypes: node types of destinations.
         srcnodes: ``srcnodes[type].data`` has the tensors of the sources by name; ``srcnodes(type)`` returns
             their ids in the block.
-        dstnodes: the same for destinations.
-        edges: ``edges[type].data``: the same for edges; ``edges(etype=type)`` returns sources and
-            destinations.
+        dstnodes: like ``srcnodes``, for destinations.
+        edges: ``edges[type].data`` has the tensors of the edges by name; ``edges(etype=type)`` returns
+            sources and destinations.
 
     Example:
         >>> import dgl, torch
@@ -71,7 +71,7 @@ class SampledBlock:
 
     is_block = True
     is_unibipartite = True
-    #: Its structure is :attr:`adjacency`, so nothing has to be converted or cached.
+    #: The block stores its structure as :attr:`adjacency`, so no structure has to be converted or cached.
     keeps_structure = True
 
     def __init__(
@@ -179,13 +179,13 @@ class SampledBlock:
         return degrees.to(self.idtype)
 
     def _one(self, etype: Any) -> Edges:
-        """The edges of a type, or of the only one."""
+        """Returns the edges of a type; None means the only type."""
         (only,) = self.canonical_etypes if etype is None else (etype,)
         return self.edges.of(only)
 
     @contextlib.contextmanager
     def local_scope(self) -> Iterator[None]:
-        """Context in which tensors may be added and removed; afterwards the block has its old tensors."""
+        """In this context, tensors may be added and removed. At its end, the block has its old tensors."""
         before = dict(self.frames)
         clones = {id(frame): frame.clone() for frame in before.values()}
         self._set_frames({space: clones[id(frame)] for space, frame in before.items()})
@@ -215,15 +215,15 @@ class SampledBlock:
         return make(edges, self.srcnodes.counts, self.dstnodes.counts, target, self.idtype, frames)
 
     def cpu(self) -> Any:
-        """DGL's block on the CPU, with the data."""
+        """Returns DGL's block on the CPU, with the data."""
         return self.to("cpu")
 
     def int(self) -> SampledBlock:
-        """The block with int32 ids."""
+        """Returns the block with int32 ids."""
         return self._with_ids(torch.int32)
 
     def long(self) -> SampledBlock:
-        """The block with int64 ids."""
+        """Returns the block with int64 ids."""
         return self._with_ids(torch.int64)
 
     def _with_ids(self, idtype: torch.dtype) -> SampledBlock:
@@ -251,7 +251,7 @@ class SampledBlock:
         """The structure of the only edge type.
 
         Raises:
-            ValueError: there are several.
+            ValueError: the block has several edge types.
         """
         if len(self.canonical_etypes) != 1:
             raise ValueError(
@@ -261,7 +261,7 @@ class SampledBlock:
         return self.edges.sampled[self.canonical_etypes[0]].adjacency
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that only DGL's block has.
+        """Returns an attribute that only DGL's block has.
 
         Raises:
             AttributeError: DGL's block has no such attribute.
@@ -281,7 +281,7 @@ class SampledBlock:
         if self._dgls is None:
             if self._whole is not None:
                 self._dgls = self._whole._of_dgls()[self.canonical_etypes[0]]
-                set_frames(self._dgls, self.frames)  # the frames may be those of a local scope
+                set_frames(self._dgls, self.frames)  # `local_scope` may have replaced the frames
             else:
                 counts = self.srcnodes.counts, self.dstnodes.counts
                 self._dgls = dgl_block(self.edges.sampled, *counts, self.device, self.idtype, self.frames)
@@ -330,7 +330,7 @@ class _EdgeViews:
         self._idtype = idtype
 
     def canonical(self, etype: Any) -> EdgeType:
-        """The edge type with a name or triplet; for None, the only edge type.
+        """Returns the edge type with a name or triplet; for None, the only edge type.
 
         Raises:
             KeyError: no edge type matches, or several do.

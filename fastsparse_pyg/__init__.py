@@ -45,7 +45,7 @@ __all__ = [
     "tiled",
     "why",
 ]
-#: The names of `nn`, a list of its own so that `nn` need not be imported.
+#: The names that `fastsparse_pyg.nn` exports. They are repeated here, so that `nn` is imported only on use.
 _LAYERS = [
     "FastAGNNConv",
     "FastAPPNP",
@@ -96,7 +96,7 @@ _LAZY = dict.fromkeys(_LAYERS, "fastsparse_pyg.nn") | {
     "tiled": "fastsparse_pyg.tiling",
     "why": "fastsparse_pyg.explanation",
 }
-_extend("fastsparse_core.capturing", "fastsparse_pyg.captured_batches")  # registers PyG's objects
+_extend("fastsparse_core.capturing", "fastsparse_pyg.captured_batches")  # lets `capture` handle PyG's batches
 
 if TYPE_CHECKING:  # with a module-level __getattr__, type checkers accept every misspelt name
     from fastsparse_core.capturing import capture

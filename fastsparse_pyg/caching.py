@@ -30,34 +30,35 @@ from fastsparse_core.sampling import Edges
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: The first edge lists of one size, up to this number, count as the user's own graphs. From the next one on,
-#: the last edge list is kept, and new ones are compared with it.
+#: The first `_MANY` edge lists of a size that are not in the cache are taken for the user's own graphs. After
+#: them, a copy of the last edge list is stored, and every new edge list is compared with this copy.
 _MANY = 2
 _MOST_STRANGERS = 16
-#: An edge list counts as new during this many uses: about the number of layers of a model.
+#: An edge list counts as new during its first `SIGHTS` uses, because a model with 3 layers uses it 3 times.
 SIGHTS = 3
 
-#: The part of a plain tensor's stamp that one call reads; the device is its last item.
+#: Reads these four items of a plain tensor's stamp in one call; the device is the last item.
 stamp_attributes = attrgetter("_version", "shape", "dtype", "device")
 
 logger = logging.getLogger("fastsparse_pyg")
 
 layer_cache = AdjacencyCache("fastsparse_pyg")
 _of_batches: Any = WeakIdKeyDictionary()  # edge_index of a loader's batch -> (its stamp, the loader's edges)
-#: By size: the number of edge lists that were not in the cache, and, after `_MANY`, the last of them.
+#: (Shape and options) -> (number of edge lists that were not in the cache, a copy of the last of these edge
+#: lists, its structure). The last two are None for the first `_MANY` edge lists.
 _strangers: OrderedDict[Hashable, tuple[int, Tensor | None, Adjacency | None]] = OrderedDict()
 _met = Sightings()  # uses of new edge lists by layers
-_unit_values: Any = WeakIdKeyDictionary()  # sparse matrix -> (stamp of its values, whether all of them are 1)
+_unit_values: Any = WeakIdKeyDictionary()  # sparse matrix -> (stamp of its values, True if all values are 1)
 
 
 def lookup(
     key: object, parts: tuple[Tensor, ...], options: Hashable, build: Callable[[], Adjacency]
 ) -> Adjacency:
-    """The cached structure of a graph object, built on a miss.
+    """Returns the cached structure of a graph object. Builds the structure if it is not in the cache.
 
     Args:
         key: the object that the user holds; must be weakly referenceable. The result must not keep it alive.
-        parts: tensors whose content decides the structure; a change in any of them rebuilds it.
+        parts: tensors whose content decides the structure. If any of them changed, the structure is rebuilt.
         options: everything else that the structure depends on.
         build: function that makes the structure.
     """
@@ -77,7 +78,7 @@ def lookup(
 
 
 def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) -> Adjacency:
-    """The structure of an edge list, for layers that make a new edge list in every call.
+    """Returns the structure of an edge list, for layers that make a new edge list in every call.
 
     From the fourth edge list of a shape on, the structure of the previous one is reused if both have the same
     content.
@@ -94,8 +95,8 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
     count, known, adjacency = _strangers.pop(key, (0, None, None))
     if known is None or adjacency is None or not torch.equal(known, edges):
         adjacency = build()
-        # The first two are taken for the user's own graphs. A third one is probably a copy that a layer makes
-        # in every call, so it is kept to be compared with the next one.
+        # The first two edge lists of a size are taken for the user's own graphs. A third one is probably a
+        # copy that a layer makes in every call, so it is stored and compared with the next edge list.
         known = edges.clone() if count >= _MANY else None
     _strangers[key] = (count + 1, known, adjacency if known is not None else None)
     while len(_strangers) > _MOST_STRANGERS:
@@ -104,9 +105,10 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
 
 
 def is_new(edges: Tensor) -> bool:
-    """Whether an edge list has been used at most `SIGHTS` times, this use included, and is not converted.
+    """True if an edge list has been used at most `SIGHTS` times, this use included, and is not converted.
 
-    If the edge list before it was used that often, this one will be, too: it belongs to the next batch.
+    The result is False if the edge list before it was used `SIGHTS` times, because the next batch's edge list
+    will be used as often.
     """
     if not _met.of(edges) and (layer_cache.holds(edges) or (len(_of_batches) and edges in _of_batches)):
         return False
@@ -136,23 +138,24 @@ def remember_sampled(edges: Edges) -> Tensor:
 
 
 def remember_edges(edge_index: Tensor, edges: Edges | BatchEdges) -> None:
-    """Stores what a loader knows about a batch's edges until the batch's `edge_index` is freed.
+    """Stores a loader's edges of a batch (with their structure) until the batch's `edge_index` is freed.
 
     Args:
-        edge_index: of the batch.
-        edges: what the loader knows. It must not reference `edge_index`, or the entry is never freed.
+        edge_index: edges of the batch, (2, E).
+        edges: the same edges in the loader's form. It must not reference `edge_index`, otherwise the entry is
+            never freed.
     """
     _of_batches[edge_index] = (stamp_of(edge_index), edges)
 
 
 def known_edges(edge_index: Tensor) -> Edges | BatchEdges | None:
-    """What a loader stored about these edges; None if it stored nothing, or the edges were edited since."""
+    """Returns the loader's edges for an `edge_index`; None if none are stored, or it was edited since."""
     entry = _of_batches.get(edge_index) if len(_of_batches) else None
     return entry[1] if entry is not None and entry[0] == stamp_of(edge_index) else None
 
 
 def has_unit_values(matrix: Tensor, values: Tensor) -> bool:
-    """Whether all values of a sparse matrix are 1; read from the device once per state of the values."""
+    """True if all values of a sparse matrix are 1. The values are read again only if they were edited."""
     try:
         stamp = stamp_of(values)
     except RuntimeError:

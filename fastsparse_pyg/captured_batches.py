@@ -1,4 +1,4 @@
-"""PyG's graphs and batches as arguments of captured steps, and its readouts without padding."""
+"""Lets captured steps take PyG's graphs and batches as arguments, and removes padding from PyG's readouts."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from fastsparse_pyg.caching import known_edges
 
 _glob: Any = importlib.import_module("torch_geometric.nn.pool.glob")
 
-#: PyG's `to_dense_batch`, and a copy of it. While a step is recorded, the function's code object is replaced.
-#: The alternative, replacing the name in every module that imported it, takes 10 ms.
+#: PyG's `to_dense_batch`, and a copy of this function. While a step is recorded, the code object of PyG's
+#: function is replaced. Replacing its name in every module that imported it would take 10 ms.
 _dense_function: Any = inspect.unwrap(to_dense_batch)
 _dense_of_pyg: Any = FunctionType(
     _dense_function.__code__, _dense_function.__globals__, argdefs=_dense_function.__defaults__
 )
-#: The function that the replaced code calls.
+#: The function that runs when `to_dense_batch` is called while its code object is replaced.
 _dense_now: Any = _dense_of_pyg
 
-#: Attributes that differ between batches, so they are no part of the key. If hops are padded, the numbers per
-#: hop are set to the capacities.
+#: Attributes that differ between batches, so they are not part of a captured step's key. If hops are padded,
+#: the numbers of nodes and edges per hop are set to the capacities.
 _OF_ONE_BATCH = ("num_nodes", "num_sampled_nodes", "num_sampled_edges")
 #: Names of node indices that padding supports. `edge_label_index` refers to seeds, whose positions do not
 #: change under padding.
@@ -55,7 +55,7 @@ class _DataArgument(Argument):
         self.names = tuple(tensors)
         key = tuple((name, *tensor_key(item)) for name, item in tensors.items())
         super().__init__(data, (type(data), _others(data), *key), list(tensors.values()))
-        # Other objects, such as lists, can be edited without a trace: then nothing is known to be unchanged.
+        # Edits of other objects, such as lists, cannot be detected. Then the graph never counts as unchanged.
         stores = [dict(store._mapping) for store in data.stores]
         values = [item for store in stores for item in store.values()]
         self._stores = stores if all(isinstance(item, (Tensor, *_IMMUTABLE)) for item in values) else None
@@ -76,10 +76,10 @@ class _BatchArgument(Argument):
     """A batch of graphs, or of sampled neighbours; its numbers of nodes and edges may vary.
 
     Attributes:
-        items: its tensors, by (position of their store, name).
-        kinds: for every tensor, what its rows are ("node", "edge", "index" or "other"), and the position of
-            their node or edge type.
-        is_sorted: for every edge type, whether the destinations are known to ascend.
+        items: the batch's tensors, by (position of their store, name).
+        kinds: for every tensor, the kind of its rows ("node", "edge", "index" or "other"), and the position
+            of their node or edge type.
+        is_sorted: for every edge type, True if the edges are known to be sorted by destination.
     """
 
     sizes: Sizes
@@ -127,7 +127,7 @@ class _HeldBatch(Held):
                 if _is_of_one_batch(name, item, like.num_graphs):
                     del store[name]
         if isinstance(self.value, Batch):
-            self.value._slice_dict = self.value._inc_dict = None  # a batch with padding cannot be taken apart
+            self.value._slice_dict = self.value._inc_dict = None  # a padded batch cannot be split into graphs
         self._places = places = BatchPlaces(capacity, self.tensors[0].device)
         self.rows = places.rows
         self.greatest, self.sorted = {}, set()
@@ -140,7 +140,7 @@ class _HeldBatch(Held):
             self._know_edges(store.edge_index, nth, like.is_sorted[nth])
             if len(capacity.nodes[0]) > 1:
                 store.num_sampled_edges = list(capacity.edges[nth])
-        #: (`batch` vector, places of the nodes) for every node type that has a `batch` vector.
+        #: (`batch` vector, positions of the nodes) for every node type that has a `batch` vector.
         self.batches = [
             (item, places.nodes[self._kinds[at, name][1]])
             for (at, name), item in self.items.items()
@@ -152,7 +152,7 @@ class _HeldBatch(Held):
 
     @property
     def knows_largest(self) -> bool:
-        """Whether the size of the largest graph and the first node of every graph are known."""
+        """True if the size of the largest graph and the first node of every graph are known."""
         return self._capacity.largest > 0 and self._starts is not None
 
     def dense(self, x: Tensor, fill_value: Any) -> tuple[Tensor, Tensor]:
@@ -216,7 +216,7 @@ class _HeldBatch(Held):
 
 
 def _are_same(found: dict[str, Any], given: dict[str, Any]) -> bool:
-    """Whether two dictionaries hold the same objects."""
+    """True if two dictionaries hold the same objects."""
     if found.keys() != given.keys():
         return False
     for name, item in given.items():  # noqa: SIM110 (a generator takes the host longer)
@@ -226,7 +226,7 @@ def _are_same(found: dict[str, Any], given: dict[str, Any]) -> bool:
 
 
 def _typed(data: Any) -> tuple[list[Any], list[Any]]:
-    """The stores of the node types and of the edge types; `Data` has one store for both."""
+    """Returns the stores of the node types and of the edge types. `Data` has one store for both."""
     if isinstance(data, HeteroData):
         return data.node_stores, data.edge_stores
     return data.stores, data.stores
@@ -243,7 +243,7 @@ def _tensors(data: Any) -> dict[tuple[int, str], Tensor]:
 
 
 def _sizes(data: Any) -> Sizes:
-    """Numbers of nodes and edges: per hop if `num_sampled_nodes` and `num_sampled_edges` are up to date."""
+    """Returns the numbers of nodes and edges, per hop if the batch's `num_sampled_*` are up to date."""
     node_stores, edge_stores = _typed(data)
     ends: tuple[tuple[int, int], ...] = ((0, 0),)
     if isinstance(data, HeteroData):
@@ -263,7 +263,7 @@ def _sizes(data: Any) -> Sizes:
 
 
 def _starts_of_graphs(data: Any) -> Tensor | None:
-    """First node of every graph of a batch, from the slices that the loader keeps on the CPU, if it did."""
+    """Returns the first node of every graph of a batch; None if the loader stored no slices on the CPU."""
     slices = None if isinstance(data, HeteroData) else getattr(data, "_slice_dict", None)
     if not slices:
         return None
@@ -272,7 +272,7 @@ def _starts_of_graphs(data: Any) -> Tensor | None:
 
 
 def _hops(stores: list[Any], name: str, counts: list[int]) -> tuple[tuple[int, ...], ...] | None:
-    """Number of nodes or edges of every hop, for every type; None if they are missing or out of date."""
+    """Returns the numbers of nodes or edges per hop for every type; None if missing or out of date."""
     hops = [store.get(name) for store in stores]
     if not all(isinstance(item, (list, tuple)) for item in hops):
         return None
@@ -282,13 +282,13 @@ def _hops(stores: list[Any], name: str, counts: list[int]) -> tuple[tuple[int, .
 
 
 def _is_of_one_batch(name: str, item: Any, num_graphs: int) -> bool:
-    """Whether a value differs between batches, such as a list with one name per graph."""
+    """True if an attribute's value differs between batches, such as a list with one name per graph."""
     is_list = isinstance(item, list) and len(item) == num_graphs > 0
     return name in _OF_ONE_BATCH or (is_list and not any(isinstance(part, Tensor) for part in item))
 
 
 def _others(data: Any, num_graphs: int = 0) -> Hashable:
-    """A key of the attributes that are not tensors; objects without a simple value are compared by `repr`."""
+    """Returns a key of the attributes that are not tensors; objects other than simple values by `repr`."""
     return tuple(
         (store._key, name, item if isinstance(item, (int, float, str)) else repr(item))
         for store in data.stores
@@ -339,7 +339,7 @@ def _readouts(held: list[Held]) -> Iterator[None]:
     global _dense_now
     known = {
         id(batch): item for item in held if isinstance(item, _HeldBatch) for batch, _ in item.batches
-    }  # the ids stay valid: the recorded step keeps these tensors
+    }  # the ids stay valid, because the recorded step references these tensors
     if not known:
         yield
         return

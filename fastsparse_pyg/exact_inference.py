@@ -1,4 +1,4 @@
-"""Exact inference over all nodes of a graph."""
+"""Computes a model's exact results for all nodes of a graph, layer by layer, without sampling."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def inference(
     """Computes ``model(data.x, data.edge_index)`` in evaluation mode layer by layer, for large graphs.
 
     Each layer is computed for all nodes (or for all nodes that ``rows`` depend on) before the next layer.
-    Nothing is sampled, so the results are those of the full forward pass up to rounding. Destinations are
-    processed in tiles that fit into memory. Features and results of layers are on the device if they fit
-    there, otherwise on the host. No gradients are recorded.
+    Neighbours are not sampled, so the results equal those of the full forward pass up to rounding.
+    Destinations are processed in tiles that fit into memory. Features and results of layers are stored on the
+    device if they fit into its memory, otherwise on the host. No gradients are recorded.
 
     The model must be a loop over its graph layers with normalisation, activation and dropout between them,
     such as PyG's ``GraphSAGE``, ``GCN`` and ``GAT`` without jumping knowledge. A run on a small graph finds
@@ -49,7 +49,7 @@ def inference(
         data: object with ``x``, a floating (N, F) tensor or NumPy array on ``device`` or the CPU, possibly a
             memory-mapped file. Its ``edge_index`` or ``adj_t`` is an int32 or int64 tensor (2, E), a matrix
             without values or an ``Adjacency``.
-        device: where layers are computed; None: where the model is.
+        device: device that computes the layers; None: the device of the model.
         rows: nodes to compute results for, int64 (R,) or a bool mask (N,); None: all.
         out: floating tensor or NumPy array (R, ...) to write the results to, possibly a memory-mapped file;
             None: a new tensor.
@@ -149,7 +149,7 @@ def _stage(name: str, layer: Any) -> Stage:
 
 
 def _only_sums(layer: Any) -> bool:
-    """Whether the first step of a layer is to sum the features of its sources."""
+    """True if the first step of a layer is to sum the features of its sources."""
     if type(layer.aggr_module) not in REDUCE:
         return False
     if isinstance(layer, FastGINConv):
@@ -161,7 +161,7 @@ def _only_sums(layer: Any) -> bool:
 
 
 def _gcn_stage(name: str, layer: Any) -> Stage:
-    r"""The stage of a GCN layer. Degrees and missing loops come from the whole graph: a tile has neither.
+    r"""Makes the stage of a GCN layer, with degrees and missing self loops of the whole graph, not of a tile.
 
     .. math:: s_i \sum_{j \in N(i)} s_j x_j + c_i s_i^2 x_i
 

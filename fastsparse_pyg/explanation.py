@@ -1,4 +1,4 @@
-"""``why``: what computes every graph layer of a model for given inputs."""
+"""``why`` reports which implementation computes every graph layer of a model for given inputs."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ tell = functools.partial(fallback.tell, logger, "PyG")
 #: Calls PyG's implementation and reports it: ``run(class name, reason, call, *args)``.
 run = functools.partial(fallback.run, tell)
 
-#: Number of edges below which, on the CPU, the overhead of a call exceeds the work for the edges.
+#: On the CPU, PyG's code runs for fewer edges, because the overhead of a call exceeds the work for the edges.
 FEW_EDGES = 4096
 #: Number of edges up to which, on a GPU, a layer of several FastSparse kernels takes longer than PyG's code,
 #: because the kernels are launched from Python. Measured on a batch of 512 molecules, and on a citation
@@ -61,17 +61,17 @@ TWO_DTYPES = Reason("features of two dtypes", ONE_DTYPE)
 
 
 def wrong_dimensions(dim: int, node_dim: int) -> Reason:
-    """Features whose nodes are not in the dimension that the kernels expect."""
+    """Returns the reason for features whose nodes are in another dimension than the kernels expect."""
     return Reason(f"features of {dim} dimensions with node_dim={node_dim}", PLAIN_FEATURES)
 
 
 def is_edge_list(edges: object) -> TypeGuard[Tensor]:
-    """Whether edges are a dense tensor; `torch.export` uses another class for them."""
+    """True if edges are a dense tensor; `torch.export` uses another class for them."""
     return isinstance(edges, Tensor) and not isinstance(edges, EdgeIndex) and edges.layout is torch.strided
 
 
 def of_traced_edges(edges: object) -> Reason | None:
-    """Why the kernels cannot take edges within a trace of ``torch.compile``; None if they can."""
+    """Returns why the kernels do not support edges of this kind under ``torch.compile``; None if they do."""
     if not is_edge_list(edges):
         return Reason("torch.compile with a sparse matrix or an EdgeIndex", PLAIN_EDGES)
     if edges.dim() != 2 or edges.size(0) != 2 or edges.is_floating_point():

@@ -25,12 +25,12 @@ _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc)
 
 
 def num_caller_values(adj: Adjacency) -> int:
-    """Number of edge values that the caller has to pass: those of inserted loops are not included."""
+    """Returns the number of edge values that the caller has to pass. Inserted self loops do not count."""
     return adj.num_values - (min(adj.shape) if adj.has_inserted_loops else 0)
 
 
 def is_sparse_matrix(edge_index: object) -> bool:
-    """Whether the graph is a (transposed) sparse matrix of `torch.sparse` or torch_sparse."""
+    """True if the graph is a (transposed) sparse matrix of `torch.sparse` or torch_sparse."""
     if isinstance(edge_index, Tensor):
         return edge_index.layout in _SPARSE_LAYOUTS
     return isinstance(edge_index, SparseTensor)
@@ -46,14 +46,14 @@ def resolve(
     add_self_loops: bool = False,
     matrix_loops: str = "append",
 ) -> Adjacency:
-    """The structure of a layer's `edge_index`, from the cache if it is there.
+    """Returns the structure of a layer's `edge_index`. Builds the structure if it is not in the cache.
 
     Args:
         edge_index: (2, E) int32/int64 tensor, EdgeIndex, transposed adjacency matrix (torch.sparse CSR, COO
             or CSC; torch_sparse.SparseTensor) or Adjacency.
         num_src: number of rows of the source features.
         num_dst: number of destinations; None: the number of rows of a matrix, else `num_src`.
-        device: of the features.
+        device: device of the features.
         flow: `"source_to_target"` or `"target_to_source"`, for edge lists.
         add_self_loops: whether to add self loops as PyG's layers do. Edge lists and SparseTensors end up with
             one loop per node. For torch.sparse matrices, see `matrix_loops`. An Adjacency that was built with
@@ -99,7 +99,7 @@ def resolve(
 
 
 def values_of(edge_index: object) -> Tensor | None:
-    """Values of a sparse matrix, one per edge without added loops; None: all are 1, or it is no matrix."""
+    """Returns the values of a sparse matrix; None if all are 1, or if the graph is not a sparse matrix."""
     if isinstance(edge_index, SparseTensor):
         value: Tensor | None = edge_index.csr()[2]
         return value
@@ -164,7 +164,7 @@ def _from_edge_list(
     return lookup(edge_index, (edge_index,), options, lambda: build_from_edge_list(edge_index, *options))
 
 
-#: Value of `add_self_loops`: if no edge is a loop, the structure has none, and the kernel adds them.
+#: Value of `add_self_loops`: if no edge is a self loop, the structure gets none, and the kernel adds them.
 BY_KERNEL = "by the kernel"
 #: Option `add_self_loops` of a layer -> option `self_loops` of a structure.
 SELF_LOOPS: dict[bool | str, SelfLoops] = {False: "keep", True: "replace", BY_KERNEL: "replace_if_some"}
@@ -185,8 +185,8 @@ def gcn_factors(adj: Adjacency, dtype: torch.dtype, loops: bool = False) -> tupl
 
     Args:
         adj: structure.
-        dtype: of the features.
-        loops: whether every node has a loop. The kernel adds the loops if the structure has none.
+        dtype: dtype of the features.
+        loops: whether every node gets a self loop. The kernel adds the loops if the structure has none.
 
     Returns:
         The factors, and whether the kernel has to add the loops.
@@ -212,20 +212,20 @@ traced.find = _for_trace
 
 
 def edges_made_anew(edges: Tensor, options: tuple[int, int, str, bool]) -> Adjacency:
-    """The structure of an edge list that is not in the cache, looked up by its content.
+    """Returns the structure of an edge list whose tensor is not in the cache, found by the list's content.
 
     Layers that add self loops by PyG's code make a new tensor with the same edges in every call. Therefore
     edge lists of one size that occur repeatedly are cached and compared by content.
 
     Args:
-        edges: (2, num_edges).
-        options: number of destinations, number of sources, flow, whether to add self loops.
+        edges: edge list, (2, num_edges).
+        options: (number of destinations, number of sources, flow, whether to add self loops).
     """
     return recognise(edges, options, lambda: build_from_edge_list(edges, *options))
 
 
 def plain_edges(edge_index: Tensor) -> Tensor:
-    """The tensor that an EdgeIndex wraps, or the tensor itself."""
+    """Returns the tensor that an EdgeIndex wraps; returns other tensors unchanged."""
     return edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
 
 
@@ -249,10 +249,10 @@ def build_from_edge_list(
     """Builds the structure of edges without looking into the cache.
 
     Args:
-        edge_index: (2, num_edges).
+        edge_index: edges, (2, num_edges); a tensor or an EdgeIndex.
         num_dst: number of destinations.
         num_src: number of sources.
-        flow: flow of the layer.
+        flow: ``"source_to_target"`` or ``"target_to_source"``.
         add_self_loops: a key of :data:`SELF_LOOPS`.
         name: name of the caller's argument.
 
@@ -288,7 +288,7 @@ def build_from_edge_list(
 
 
 def _needs_no_loops(known: Edges | BatchEdges, add_self_loops: bool | str) -> bool:
-    """Whether the known structure, which has only the edges, can be used with these loops."""
+    """True if a loader's structure, which has no added self loops, can be used for this option."""
     return not add_self_loops or (add_self_loops == BY_KERNEL and known.has_loops is False)
 
 
@@ -315,7 +315,7 @@ def _raise_index_error(edges: Tensor, sizes: dict[int, int], cause: ValueError, 
 def _declared_sizes(
     edge_index: EdgeIndex, num_src: int, num_dst: int | None, flow: str, add_self_loops: bool
 ) -> int | None:
-    """Compares the sizes of an EdgeIndex with those of the features; returns the number of destinations."""
+    """Checks that an EdgeIndex has the same sizes as the features; returns the number of destinations."""
     declared = (edge_index.num_rows, edge_index.num_cols)
     if flow == "target_to_source":
         declared = (declared[1], declared[0])
@@ -400,7 +400,7 @@ def _from_adjacency(adj: Adjacency, add_self_loops: bool) -> Adjacency:
 
 
 def caller_edges(adj: Adjacency) -> tuple[Tensor, Tensor]:
-    """(destination, source) of every stored entry, int64, in the order of the edge values."""
+    """Returns the destinations and the sources of all stored entries, int64, in the order of edge values."""
     row, col = adj.row().long(), adj.col.long()
     if adj.edge_id is None:
         return row, col
@@ -419,8 +419,8 @@ def with_self_loops(adj: Adjacency, kind: str) -> Adjacency:
 def for_pyg(edge_index: Any) -> Any:
     """Edges for PyG's code: int32 is converted to int64.
 
-    PyTorch's ``gather`` with an expanded int32 index reads wrong rows on the CPU (2.13), so gradients of
-    PyG's messages would be wrong.
+    On the CPU, ``gather`` of PyTorch 2.13 reads wrong rows if its index is an expanded int32 tensor, so the
+    gradients of PyG's messages would be wrong.
     """
     if isinstance(edge_index, Tensor) and edge_index.dtype is torch.int32:
         return edge_index.long()

@@ -1,4 +1,4 @@
-"""Replaces the layers of an existing model by drop-ins, and back."""
+"""Replaces the layers of an existing model by drop-ins, and restores them."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
 
     A layer without a drop-in, such as your own, keeps its code. FastSparse changes how features are gathered
     per edge and how messages are reduced per node (without atomics). If ``message()`` only copies the
-    source's features, weighted or not, no messages are created. The report shows what computes each layer,
-    and why a layer was not replaced. Call this before ``torch.jit``. Under ``torch.compile``, layers without
-    a drop-in run PyG's code.
+    source's features, weighted or not, no messages are stored. The report shows what computes each layer, and
+    why a layer was not replaced. Call this function before ``torch.jit``. Under ``torch.compile``, layers
+    without a drop-in run PyG's code.
 
     Args:
         model: any module, also a single layer.
@@ -52,8 +52,8 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
         verify: whether every layer compares its first call on a kernel with PyG's own code: outputs, and
             gradients of inputs and parameters for a random output gradient. If they differ, the call raises
             an error and the layer is restored, so the next call runs PyG's code. If the first calls fall back
-            to PyG's code, for example on small graphs, a log record says so; the first call on a kernel is
-            then the one that is compared.
+            to PyG's code, for example on small graphs, a log record reports this, and the first later call
+            that runs on a kernel is compared.
 
     Returns:
         The report: one row per graph layer; ``print`` shows it as a table.
@@ -105,12 +105,12 @@ def restore(model: Module) -> None:
 
 
 def is_accelerated(module: Module) -> bool:
-    """Whether a layer is a drop-in, or of a class that :func:`accelerate` made."""
+    """True if a layer is a drop-in, or if its class was made by :func:`accelerate`."""
     return isinstance(module, (AnyLayer, ByHand, FastConv))
 
 
 def _any_layer(layer: Any) -> type[Module] | str:
-    """The accelerated class of a layer without a drop-in, or the reason why PyG's code always has to run."""
+    """Returns the accelerated class for a layer without a drop-in, or why PyG's code always has to run."""
     if isinstance(layer, FastConv):
         return "is a drop-in already"
     if not isinstance(layer, MessagePassing):
@@ -144,24 +144,24 @@ def as_drop_in(layer: Module) -> Module:
 
 
 def why_left(layer: Module) -> str:
-    """Why :func:`accelerate` does not replace a layer; "" if it does."""
+    """Returns why :func:`accelerate` does not replace a layer; "" if it does."""
     return core.swap(core.second_object(layer), DROP_INS, **_RULES)
 
 
 def kernel_of(layer: Any) -> str:
-    """Name of the kernel that computes an accelerated layer, or why PyG does, as the report shows it."""
+    """Returns the name of the kernel that computes a layer, or why PyG's code does, for the report."""
     if isinstance(layer, (AnyLayer, ByHand)):
         return layer._shown()
     return f"PyG: {layer._overridden}() is overridden" if layer._overridden else layer._kernel
 
 
 def is_graph_layer(module: Module) -> bool:
-    """Whether a module is a `MessagePassing` layer, or one that gathers and scatters by hand."""
+    """True if a module is a `MessagePassing` layer, or one that gathers and scatters by hand."""
     return isinstance(module, MessagePassing) or gathers_by_hand(module)
 
 
 def _why_not(layer: Any, drop_in: Any) -> str:
-    """Why the drop-in would run PyG's code for all inputs; "" if it would not."""
+    """Returns why the drop-in would run PyG's code for all inputs; "" if it would not."""
     replaced = [name for name in MESSAGE_METHODS if name != "propagate" and name in vars(layer)]
     if replaced:
         return f"{replaced[0]} is replaced on the instance"
@@ -174,7 +174,7 @@ def _why_not(layer: Any, drop_in: Any) -> str:
 
 
 def _is_generated(klass: type, name: str) -> bool:
-    """Whether PyG's templates added that name to the class, which happens at the first instantiation."""
+    """True if PyG's templates added this method to the class, as they do when it is first instantiated."""
     if name in ("_orig_propagate", "_jinja_propagate", "_orig_edge_updater", "_jinja_edge_updater"):
         return True
     return getattr(vars(klass)[name], "__module__", "").startswith(f"{klass.__module__}_{klass.__name__}_")

@@ -25,7 +25,7 @@ def prepare(
     flow: str = "source_to_target",
     backward: bool = True,
 ) -> Adjacency:
-    """Converts a graph now and builds everything that training needs, so that no later call has to.
+    """Converts a graph now, and builds everything that later training steps would build on first use.
 
     Layers convert their graph at their first call and cache the result. Call this function to convert the
     graph earlier, to pass the result to layers in place of `edge_index`, or to store the result with the
@@ -95,7 +95,7 @@ def _prepare_data(data: Data, num_nodes: int | tuple[int, int] | None, **options
 
 
 def _sizes(graph: Any, num_nodes: int | tuple[int, int] | None, flow: str) -> tuple[int, int]:
-    """(number of sources, number of destinations)."""
+    """Returns (number of sources, number of destinations)."""
     if num_nodes is not None:
         sizes = num_nodes if isinstance(num_nodes, (tuple, list)) else (num_nodes, num_nodes)
         if len(sizes) != 2 or not all(hasattr(size, "__index__") and size >= 0 for size in sizes):

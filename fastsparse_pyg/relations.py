@@ -19,7 +19,7 @@ from fastsparse_pyg.graph import caller_edges, cure_of_ids, is_sparse_matrix, ra
 
 
 def reason_against_relations(edge_index: object, edge_type: object) -> Reason | None:
-    """Why edges with types cannot become structures; None if they can."""
+    """Returns why edges with types cannot be converted to structures; None if they can."""
     if not isinstance(edge_index, (Tensor, SparseTensor, Adjacency)):
         raise_graph(edge_index)
     if isinstance(edge_index, SparseTensor):
@@ -53,14 +53,14 @@ def relations_of(
     *,
     drops_unknown: bool = False,
 ) -> Relations:
-    """The structure of edges with types, from the cache if it is known.
+    """Returns the structure of edges with types. Builds the structure if it is not in the cache.
 
     Args:
         edge_index: (2, E) tensor, SparseTensor (its values are the types), or Adjacency.
-        edge_type: (E,), in the order of the edges.
-        shape: (destinations, sources).
+        edge_type: type of every edge, int64 (E,), in the order of the edges.
+        shape: (number of destinations, number of sources).
         num_relations: number of types.
-        flow: of edge lists.
+        flow: ``"source_to_target"`` or ``"target_to_source"``, for edge lists.
         index: for sources that are indices of features: the indices, and the number of features. The features
             become the sources.
         drops_unknown: whether edges of other types are left out, instead of an error. A captured step, which
@@ -132,14 +132,14 @@ def relations_of(
 
 
 def options_of(shape: tuple[int, int], num_relations: int, flow: str, *rest: Any) -> tuple[Any, ...]:
-    """The cache key without tensors: the options on which the structure depends."""
+    """Returns the options on which the structure depends: the part of the cache key without tensors."""
     return shape, num_relations, flow, *(rest or (None, False)), "relations"
 
 
 def _in_recorded_step(
     run: recorded.StepRun, dst: Tensor, src: Tensor, kind: Tensor, known: Tensor, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Edges of a step that reads nothing from the device: those of unknown types become edges of padding."""
+    """Turns edges of unknown types into padding, for captured steps, which cannot read from the device."""
     if not run.has_padding:
         raise RuntimeError(
             "a captured step can leave out edges of unknown types only if it pads the edges, but these are "

@@ -13,9 +13,9 @@ def tiled(model: Module, *, tile_rows: int | None = None, offload: bool = False)
 
     The result is called as ``net(x, edge_index)``, and its gradients are those of ``model(x, edge_index)`` up
     to rounding. Everything except the sums over neighbours is computed for one tile of nodes at a time, and
-    computed again in the backward pass with the same random numbers. Only the input of each layer is stored,
-    or with ``offload`` the sums, in page-locked host memory. ``net(x, edge_index, rows=train)`` computes the
-    last layer for these nodes only.
+    computed again in the backward pass with the same random numbers. Only the input of each layer is stored.
+    With ``offload``, the sums are stored instead, in page-locked host memory. The call
+    ``net(x, edge_index, rows=train)`` computes the last layer only for the nodes ``train``.
 
     The model must be a chain of :class:`FastGCNConv`, :class:`FastSAGEConv`, :class:`FastGraphConv` or
     :class:`FastGINConv` layers with sums or means. Functions between the layers must treat every node
@@ -32,7 +32,7 @@ def tiled(model: Module, *, tile_rows: int | None = None, offload: bool = False)
 
     Args:
         model: a module, called as ``model(x, edge_index)``.
-        tile_rows: number of rows per tile; None: as many as take 256 MiB at the model's widest layer.
+        tile_rows: number of rows per tile; None: rows of 256 MiB at the model's widest layer.
         offload: whether to copy the sums to host memory in the forward pass and back in the backward pass,
             instead of computing them again.
 

@@ -17,8 +17,8 @@ from fastsparse_core.fallback import Reason, listening
 from fastsparse_pyg.caching import SIGHTS, logger
 from fastsparse_pyg.nn.any_layer import AnyLayer
 
-#: Largest difference, relative to the largest number of the tensor. PyG counts degrees in float32 even if
-#: features are float64.
+#: Largest allowed difference, relative to the largest absolute value of the tensor. The limit for float64 is
+#: high, because PyG counts degrees in float32 even if features are float64.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _HOOK = "_verification"
 
@@ -43,8 +43,8 @@ def verify_first_calls(
 
     Args:
         model: any module.
-        is_accelerated: whether a layer is one of ours.
-        restore: turns a layer back into PyG's.
+        is_accelerated: function that returns whether FastSparse replaced a layer.
+        restore: function that turns a layer back into PyG's.
     """
     for name, module in model.named_modules():
         if is_accelerated(module) and _HOOK not in vars(module):
@@ -101,13 +101,13 @@ class _FirstCall:
 
 
 def _alone(layer: Module) -> Module:
-    """A copy without dropout and without the user's hooks, which must not notice the comparison."""
+    """Copies a layer without dropout, and without the user's hooks, which must not run in the comparison."""
     hooks = {name: value for name, value in vars(layer).items() if name.endswith("_hooks") and value}
     memo: dict[int, Any] = {id(value): type(value)() for value in hooks.values()}
     for module in layer.modules():
         for value in vars(module).values():
             for item in value if isinstance(value, (tuple, list)) else (value,):
-                # Attributes of a layer's last call, which copy.deepcopy cannot copy.
+                # copy.deepcopy cannot copy such tensors, which a layer may store during its last call.
                 if isinstance(item, Tensor) and (not item.is_leaf or item.layout is not torch.strided):
                     memo[id(item)] = item.detach()
     alone = copy.deepcopy(layer, memo)
@@ -122,7 +122,7 @@ def _alone(layer: Module) -> Module:
 
 
 def _results(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
-    """Outputs and gradients by name, with the same random numbers in every call."""
+    """Returns outputs and gradients by name; every call uses the same random numbers."""
     inputs: list[Tensor] = []
 
     def own(item: Any) -> Any:
@@ -162,7 +162,7 @@ def _results(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 
 def _difference(got: Tensor | None, want: Tensor | None) -> str:
-    """How two tensors differ; "" if they are close."""
+    """Describes how two tensors differ; returns "" if they are close."""
     if got is None or want is None:
         other = want if got is None else got
         return "" if other is None or not other.any() else "only one of the two layers computed it"

@@ -1,4 +1,4 @@
-"""The command ``fastsparse``: scripts as they are, on FastSparse.
+"""The command ``fastsparse``, which runs unchanged scripts on FastSparse.
 
 A new Python process replaces this one and runs the script, so the script's arguments, ``__main__``,
 tracebacks and exit code are those of ``python script.py``. Two environment variables enable FastSparse in the

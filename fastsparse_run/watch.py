@@ -14,11 +14,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-#: ``package=module:function;...``: function to call after the import of each package.
+#: Environment variable ``package=module:function;...``: the function is called after the package's import.
 VARIABLE = "FASTSPARSE_RUN"
-#: Id of the process that `fastsparse run` started as the script.
+#: Environment variable with the id of the process that `fastsparse run` started as the script.
 MAIN_PROCESS = "FASTSPARSE_RUN_PID"
-#: "1", or "time" to measure times too.
+#: Environment variable: "1" prints a report; "time" also measures times.
 REPORT = "FASTSPARSE_REPORT"
 REPORT_FILE = "FASTSPARSE_REPORT_JSON"
 _NO_CALL = (
@@ -80,7 +80,7 @@ class _Then(importlib.abc.Loader):
 
 
 class _StandIn(importlib.abc.Loader):
-    """A loader for a missing module: a function puts another module into ``sys.modules``."""
+    """A loader for a missing module. It calls a function that puts another module into ``sys.modules``."""
 
     def __init__(self, action: Callable[[], Any], running: list[str]) -> None:
         self._action, self._running = action, running
@@ -177,7 +177,7 @@ def _watch() -> None:
 
 
 class _Named:
-    """A function that is imported when it is called."""
+    """A registered function, which is imported when it is called."""
 
     def __init__(self, place: str) -> None:
         self._module, _, self._name = place.partition(":")
@@ -212,7 +212,7 @@ def _call(package: str, actions: Sequence[Callable[[], Any]]) -> None:
 
 
 def _report() -> None:
-    """Prints the report of the process that `fastsparse run` became, and of rank 0 that it started."""
+    """Prints the report in the process of `fastsparse run`, and in the process of rank 0 that it started."""
     multiprocessing = sys.modules.get("multiprocessing")
     if multiprocessing is not None and multiprocessing.parent_process() is not None:
         return

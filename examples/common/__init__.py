@@ -21,7 +21,7 @@ from types import TracebackType
 
 
 def _end_quietly(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Ctrl-C needs no traceback, during the seconds that imports take either."""
+    """Ends the program without a traceback after Ctrl-C, also while modules are imported."""
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     else:

@@ -1,4 +1,4 @@
-"""The options that every example takes, and the way it runs: load, compare, report."""
+"""The command-line options of all examples, and their main function: load data, compare layers, report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .training import PRECISIONS, LayerResult, LearnedFeatures, Recipe, compare
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 AnyStep = TypeVar("AnyStep", bound=Callable[..., Any])
 
-#: Width of features that are learned because the data have none.
+#: Width of the learned features for datasets without features.
 LEARNED_WIDTH = 64
 
 
@@ -46,7 +46,7 @@ class MakeGraphModel(Protocol):
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """A type for argparse: whole numbers from `minimum` on."""
+    """Returns a type for argparse that accepts whole numbers from `minimum` on."""
 
     def parse(text: str) -> int:
         try:
@@ -61,7 +61,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def above_zero(text: str) -> float:
-    """A type for argparse: finite numbers above zero."""
+    """Type for argparse that accepts finite numbers above zero."""
     try:
         value = float(text)
     except ValueError:
@@ -80,7 +80,7 @@ DATASETS = (
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds defaults, but not a second one where the help names it, and none where there is none."""
+    """Adds an option's default to its help, unless the help names it already or the default is None."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False or "(default" in (action.help or ""):
@@ -96,12 +96,12 @@ def parser(
     datasets: Sequence[str] = (),
     comparing: bool | None = None,
 ) -> argparse.ArgumentParser:
-    """A parser with the options that all examples share.
+    """Makes a parser with the options that all examples share.
 
     Args:
         description: One sentence about the example.
         heads: Whether it has attention heads, so takes ``--heads``.
-        conv: Whether it trains the original and the drop-in layer, so takes ``--conv``.
+        conv: Whether the example trains the original and the drop-in layer, so that it takes ``--conv``.
         datasets: For an example that knows only these datasets, with the features they have.
         comparing: Whether it trains both layers where nothing is said; None: unless it has `datasets`, and
             then it trains one at a time.
@@ -145,10 +145,10 @@ def parser(
 
 
 def parse_device(name: str) -> torch.device:
-    """A device that is there.
+    """Returns the device that the user named.
 
     Raises:
-        ExampleError: It is not a device's name, or this machine or this build of PyTorch does not have it.
+        ExampleError: The name is not a device, or this machine or this build of PyTorch lacks the device.
     """
     try:
         device = torch.device(name)
@@ -164,7 +164,7 @@ def parse_device(name: str) -> torch.device:
 
 
 def add_capture(options: argparse.ArgumentParser) -> None:
-    """The option that asks for CUDA graphs."""
+    """Adds the option --capture, which runs steps as CUDA graphs."""
     options.add_argument(
         "--capture",
         action="store_true",
@@ -176,7 +176,7 @@ def check_capture(options: argparse.Namespace) -> None:
     """Refuses --capture for batches of DGL's graphs.
 
     Raises:
-        ExampleError: It was asked for.
+        ExampleError: The user passed --capture with --framework dgl.
     """
     if options.capture and options.framework != "pyg":
         raise ExampleError("--capture: expected --framework pyg; DGL's batches of graphs are not captured.")
@@ -194,7 +194,7 @@ def captured(step: AnyStep, wanted: bool) -> AnyStep:
 
 
 def override(recipe: AnyRecipe, options: argparse.Namespace) -> AnyRecipe:
-    """The recipe with what the user set on the command line."""
+    """Replaces values of the recipe by the options that the user set on the command line."""
     names = [item.name for item in dataclasses.fields(recipe)]
     given = {name: getattr(options, name, None) for name in names}
     return dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})
@@ -209,7 +209,7 @@ def train_and_report(
     convs: Sequence[str] | None = None,
     extras: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[LayerResult]]:
-    """Runs a whole node-classification example.
+    """Runs a complete node-classification example.
 
     Args:
         options: The parsed options of `parser`.
@@ -223,7 +223,7 @@ def train_and_report(
         The JSON log and the results.
 
     Raises:
-        ExampleError: Something the user can put right.
+        ExampleError: The user has to change an option or a file.
     """
     report.check_writable(options.json, "--json")
     report.check_plotting(options.plot)
@@ -284,7 +284,7 @@ def train_graphs_and_report(
     make_model: MakeGraphModel,
     console: Console,
 ) -> tuple[dict[str, Any], list[LayerResult]]:
-    """Runs a whole graph-classification example.
+    """Runs a complete graph-classification example.
 
     Args:
         options: The parsed options of `parser`.
@@ -297,7 +297,7 @@ def train_graphs_and_report(
         The JSON log and the results.
 
     Raises:
-        ExampleError: Something the user can put right.
+        ExampleError: The user has to change an option or a file.
     """
     report.check_writable(options.json, "--json")
     report.check_plotting(options.plot)
@@ -354,7 +354,7 @@ def report_results(
     console: Console,
     extras: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Prints the table, writes what --json and --plot ask for, and returns the log."""
+    """Prints the table, writes the files of --json and --plot, and returns the log."""
     title = f"{data['name']}, {options.framework}, {options.precision}, {device}"
     report.print_table(console, title, results)
     settings = {**vars(options), "recipe": dataclasses.asdict(recipe)}

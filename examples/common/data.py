@@ -1,7 +1,7 @@
 """Node-classification data: the embedded planted partition, ``.npz`` files, and the frameworks' own loaders.
 
-Whatever the source, a dataset ends up as a `NodeDataset`: an undirected graph without self loops or duplicate
-edges (layers add self loops themselves), labels, features if there are any, and a way to split the nodes.
+All sources are converted to a `NodeDataset`: an undirected graph without self loops or duplicate edges
+(layers add self loops themselves), labels, optional features, and the splits of the nodes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class NodeDataset:
     Attributes:
         name: The dataset's name, as the user gave it.
         edge_index: int64 (2, E), row 0 sources and row 1 destinations, both directions of every edge.
-        y: int64 (num_nodes,), -1 where a node has no label.
+        y: Labels, int64 (num_nodes,); -1 for nodes without a label.
         num_classes: Number of classes.
         x: float32 (num_nodes, features), or None when the source has no features.
-        given_splits: The splits that come with the data; empty if there are none.
-        random_shares: Shares of training and validation nodes where splits are drawn.
+        given_splits: The splits of the data source; empty if it has none.
+        random_shares: Shares of training and validation nodes, for random splits.
         notes: Changes to the data, for the report.
     """
 
@@ -65,13 +65,13 @@ class NodeDataset:
         return self.edge_index.size(1)
 
     def split(self, run: int, seed: int) -> Split:
-        """The split of run `run`: the given ones one after the other, else one drawn from ``seed + run``."""
+        """Returns the split of a run: given splits in order, or a random split with seed ``seed + run``."""
         if self.given_splits:
             return self.given_splits[run % len(self.given_splits)]
         return random_split(self.y, self.random_shares, seed + run)
 
     def split_description(self, seed: int) -> str:
-        """One phrase for the report: which nodes are trained on and tested on."""
+        """Describes the split in a phrase for the report."""
         if len(self.given_splits) == 1:
             only = self.given_splits[0]
             sizes = "/".join(str(int(mask.sum())) for mask in (only.train, only.val, only.test))
@@ -107,7 +107,7 @@ def random_split(y: Tensor, shares: tuple[float, float], seed: int) -> Split:
 
 
 def undirected(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Both directions of every edge, once each, without self loops; sorted by destination, then source."""
+    """Returns both directions of every edge once, without self loops, sorted by destination, then source."""
     source, target = edge_index.long()
     keep = source != target
     source, target = source[keep], target[keep]
@@ -124,21 +124,20 @@ def planted_partition(
     inside: float = 0.30,
     noise: float = 3.5,
 ) -> NodeDataset:
-    """Draws a graph with planted communities and noisy features; nothing is downloaded.
+    """Draws a random graph with planted communities and noisy features; nothing is downloaded.
 
-    Every node belongs to one of `num_classes` equally large communities. A share `inside` of the links joins
-    two nodes of one community, the others join two nodes drawn from all. Features are the community's own
-    random direction plus Gaussian noise of standard deviation `noise`: too noisy to tell the communities
-    apart node by node, clear enough once neighbours are averaged.
+    Every node belongs to one of `num_classes` equally large communities. A share `inside` of the edges joins
+    two nodes of one community; the other edges join two nodes of the whole graph. A node's features are the
+    random direction of its community plus Gaussian noise of standard deviation `noise`. With this noise, the
+    features of one node do not show its community, but the mean over its neighbours does.
 
     Args:
-        seed: Seed of everything drawn.
+        seed: Seed of all random numbers.
         num_nodes: Number of nodes.
-        num_edges: Directed edges to aim at; duplicates that were drawn are dropped, which costs a few per
-            mille.
+        num_edges: Approximate number of directed edges. Duplicates are dropped, so there are slightly fewer.
         num_classes: Number of communities.
         num_features: Width of the features.
-        inside: Share of links that are certain to stay inside a community.
+        inside: Share of the edges that join nodes of one community by construction.
         noise: Standard deviation of the feature noise, the communities' directions having entries of size
             one.
 
@@ -147,7 +146,7 @@ def planted_partition(
     """
     generator = torch.Generator().manual_seed(seed)
     y = torch.randperm(num_nodes, generator=generator) % num_classes
-    # Nodes sorted by community: a partner inside the community is a draw from one stretch of this list.
+    # Nodes sorted by community, so that a random node of a community is a random element of one slice.
     members = torch.argsort(y, stable=True)
     size = torch.bincount(y, minlength=num_classes)
     start = torch.cumsum(size, 0) - size
@@ -267,20 +266,20 @@ def from_parts(
 
 
 def default_root() -> Path:
-    """The folder named by FASTSPARSE_DATA, else ``data`` in the current directory."""
+    """Returns the folder in the variable FASTSPARSE_DATA, or ``data`` in the current directory."""
     return Path(os.environ.get(ROOT_VARIABLE) or "data")
 
 
 def load_dataset(
     name: str, root: Path, framework: str, *, seed: int = 0, download: bool = False
 ) -> NodeDataset:
-    """Finds a dataset by name or path; asks nothing and downloads nothing unless `download` is set.
+    """Finds a dataset by name or path. Nothing is downloaded unless `download` is set.
 
     Args:
-        name: ``planted``, the path of an ``.npz`` file, or a dataset's name. A name is looked for as
-            ``root/<name>.npz`` first, then among the files of the framework's own loader under `root`.
+        name: ``planted``, the path of an ``.npz`` file, or a dataset's name. For a name, ``root/<name>.npz``
+            is read if it exists; otherwise the framework's own loader reads its files under `root`.
         root: Folder that holds datasets.
-        framework: ``pyg`` or ``dgl``: whose loader to use.
+        framework: ``pyg`` or ``dgl``: the framework whose loader is used.
         seed: Seed of the planted graph.
         download: Whether the framework's loader may fetch missing files.
 
@@ -288,7 +287,7 @@ def load_dataset(
         The dataset.
 
     Raises:
-        ExampleError: There is no such dataset, or its files are not there.
+        ExampleError: There is no such dataset, or its files are missing.
     """
     if name == "planted":
         return planted_partition(seed)
@@ -305,11 +304,12 @@ def load_dataset(
 
 
 def node_features(dataset: NodeDataset, kind: str, *, normalise: bool) -> tuple[Tensor | None, str]:
-    """Chooses the input features and says which they are.
+    """Chooses the input features, and describes them for the report.
 
     Args:
         dataset: The data.
-        kind: ``given``, ``degree``, ``learned``, or ``auto``: given ones if there are any, else learned ones.
+        kind: ``given``, ``degree``, ``learned``, or ``auto``: given features if the data have some, else
+            learned features.
         normalise: Whether to scale each row of given features to sum to one (bag-of-words data).
 
     Returns:
@@ -330,7 +330,7 @@ def node_features(dataset: NodeDataset, kind: str, *, normalise: bool) -> tuple[
 
 
 def degree_features(dataset: NodeDataset, width: int = 32) -> Tensor:
-    """Hat functions of the logarithm of the degree: (num_nodes, width), rows sum to one."""
+    """Makes features (num_nodes, width) from hat functions of the degree's logarithm; rows sum to one."""
     degree = torch.bincount(dataset.edge_index[1], minlength=dataset.num_nodes).float()
     level = torch.log1p(degree)
     position = level / level.max().clamp(min=1e-6) * (width - 1)

@@ -2,4 +2,4 @@
 
 
 class ExampleError(Exception):
-    """Something the user can put right: the message says what was expected, what came and what to do."""
+    """An error that the user can fix: the message says what was expected, what was found, and what to do."""

@@ -1,7 +1,7 @@
-"""Datasets through PyG's, DGL's and OGB's own loaders.
+"""Loads datasets with PyG's, DGL's and OGB's own loaders.
 
-Those loaders download what is missing, some after a prompt. Here they are called only when the files are on
-disk or the user asked for the download; otherwise the error says what to fetch and where it goes.
+These loaders download missing files, some after a prompt. The examples call a loader only if the files are on
+disk, or if the user passed --download. Otherwise the error names the missing files and their folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from . import ogb_data
 from .errors import ExampleError
 
-#: name -> (class in torch_geometric.datasets, its name argument)
+#: Name of a dataset -> (class in torch_geometric.datasets, argument `name` of the class)
 PYG_LOADERS = {
     "cora": ("Planetoid", "Cora"),
     "citeseer": ("Planetoid", "CiteSeer"),
@@ -33,7 +33,7 @@ PYG_LOADERS = {
     "coauthor-physics": ("Coauthor", "Physics"),
 }
 
-#: name -> class in dgl.data
+#: Name of a dataset -> class in dgl.data
 DGL_LOADERS = {
     "cora": "CoraGraphDataset",
     "citeseer": "CiteseerGraphDataset",
@@ -56,13 +56,13 @@ Parts = dict[str, Any]
 
 
 def import_dgl() -> Any:
-    """Imports DGL, letting fastsparse_dgl first mend what keeps DGL 2.1 from importing on a newer torch."""
+    """Imports DGL after fastsparse_dgl, without which importing DGL 2.1 fails with newer PyTorch versions."""
     importlib.import_module("fastsparse_dgl")
     return importlib.import_module("dgl")
 
 
 def known_names(framework: str) -> list[str]:
-    """Names that `load` understands for a framework."""
+    """Returns the names of datasets that `load` accepts for a framework."""
     return ["karate", *(PYG_LOADERS if framework == "pyg" else DGL_LOADERS), *OGB_DATASETS]
 
 
@@ -94,15 +94,15 @@ def _refuse(name: str, root: Path, missing: str, loader: str) -> NoReturn:
 
 
 def _offline(cls: type, missing: Callable[[Any], str | None], refuse: Callable[[str], NoReturn]) -> type:
-    """A loader that refuses to download.
+    """Makes a subclass of a loader that raises an error instead of downloading.
 
-    Both frameworks call ``_download`` when nothing processed is there; the loader itself knows best which
-    files it needs.
+    Both frameworks call ``_download`` if there is no processed file. So the loader itself decides which files
+    it needs.
 
     Args:
         cls: The loader.
         missing: Names the files that a loader needs and does not find, or None.
-        refuse: Raises the error about them.
+        refuse: Function that raises the error about missing files.
     """
 
     def _download(self: Any) -> None:

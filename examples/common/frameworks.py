@@ -1,8 +1,8 @@
-"""The two frameworks behind one small interface: which layer to use, and how to hold a graph.
+"""One interface to the layers and graphs of both frameworks.
 
-`layer` looks up the framework's own layer (``reference``) or its drop-in (``fast``); `make_graph` turns a
-dataset into what those layers take; `Framework.call` puts the arguments in the framework's order. Models
-written with these three run unchanged in PyG and in DGL.
+`layer` looks up the framework's own layer (``reference``) or its drop-in (``fast``). `make_graph` converts a
+dataset to the graph that the layers take. `Framework.call` calls a layer with its arguments in the
+framework's order. Models that use only these three run unchanged in PyG and in DGL.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .errors import ExampleError
 from .framework_data import import_dgl
 from .graph_data import GraphBatch
 
-#: (framework, operator) -> the framework's own layer, its drop-in, and options given to both.
+#: (framework, operator) -> (the framework's own layer, its drop-in, constructor options of both layers).
 LAYERS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
-    # cached=True: PyG keeps the normalised graph of a full-batch run, as its own GCN example does.
+    # With cached=True, PyG normalises the graph only once in full-batch training, as in PyG's GCN example.
     ("pyg", "gcn"): ("torch_geometric.nn.GCNConv", "fastsparse_pyg.FastGCNConv", {"cached": True}),
     ("dgl", "gcn"): ("dgl.nn.GraphConv", "fastsparse_dgl.FastGraphConv", {}),
     ("pyg", "sage"): ("torch_geometric.nn.SAGEConv", "fastsparse_pyg.FastSAGEConv", {}),
@@ -76,7 +76,7 @@ CONVS = ("reference", "fast")
 
 
 class Nodes(Protocol):
-    """What `make_graph` needs to know of a dataset."""
+    """The attributes of a dataset that `make_graph` reads."""
 
     @property
     def edge_index(self) -> Tensor: ...
@@ -91,7 +91,7 @@ class Framework:
 
     Attributes:
         name: ``pyg`` or ``dgl``.
-        call: ``call(layer, graph, x)``.
+        call: Function ``call(layer, graph, x)``, which calls the layer in the framework's argument order.
     """
 
     name: str
@@ -113,10 +113,10 @@ def layer(framework: str, operator: str, conv: str) -> tuple[str, Callable[..., 
         conv: ``reference`` or ``fast``.
 
     Returns:
-        The class's name and its constructor, some options filled in.
+        The class's name, and its constructor with the options of `LAYERS` set.
 
     Raises:
-        ExampleError: The package that holds the layer cannot be imported.
+        ExampleError: The layer's package cannot be imported.
     """
     reference, fast, options = LAYERS[framework, operator]
     path = fast if conv == "fast" else reference
@@ -142,14 +142,14 @@ def attention_layer(
     heads: int,
     concat: bool,
 ) -> nn.Module:
-    """A layer with the arguments in the framework's own words."""
+    """Makes a layer; converts the arguments to the framework's names."""
     if framework == "pyg":
         return constructor(in_channels, out_channels, heads=heads, concat=concat, dropout=dropout)
     return constructor(in_channels, out_channels, heads, attn_drop=dropout)
 
 
 def joined(x: Tensor, concat: bool) -> Tensor:
-    """Heads side by side or their mean; PyG's layers have done that already, DGL's return (N, heads, C)."""
+    """Concatenates or averages the heads of DGL's results (N, heads, C); PyG's layers do this themselves."""
     if x.dim() == 2:
         return x
     return x.flatten(1) if concat else x.mean(1)
@@ -158,14 +158,14 @@ def joined(x: Tensor, concat: bool) -> Tensor:
 def make_graph(
     framework: str, dataset: Nodes, conv: str, device: torch.device, *, self_loops: bool = True
 ) -> Any:
-    """The graph in the form that the framework's layers take.
+    """Makes the graph in the form that the framework's layers take.
 
-    PyG: the edge_index on `device`. DGL: a DGLGraph, with self loops unless they are not wanted, since its
-    layers add none. PyPI's wheel is built without CUDA, so for ``fast`` the graph may stay on the CPU (the
-    layer moves the structure once), while ``reference`` needs it on `device`.
+    For PyG, it is the edge_index on `device`. For DGL, it is a DGLGraph; self loops are added if requested,
+    because DGL's layers add none. DGL's wheels on PyPI are built without CUDA, so for ``fast`` the graph may
+    stay on the CPU (the layer copies the structure once), but ``reference`` needs the graph on `device`.
 
     Raises:
-        ExampleError: DGL's own layer was asked to run on a device that the installed DGL does not support.
+        ExampleError: DGL's own layer cannot run on `device`, because the installed DGL does not support it.
     """
     if framework == "pyg":
         return dataset.edge_index.to(device)
@@ -176,9 +176,9 @@ def make_graph(
 
 
 def make_batch_graph(framework: str, batch: GraphBatch, conv: str, *, self_loops: bool = False) -> Any:
-    """A batch of small graphs as one graph, on the batch's device where that can be (see `make_graph`).
+    """Makes one graph of a batch of small graphs, on the batch's device if possible (see `make_graph`).
 
-    Self loops are added only for DGL and where they are wanted, for layers that add them in PyG.
+    Self loops are added only for DGL, and only for layers that add them by themselves in PyG.
     """
     if framework == "pyg":
         return batch.edge_index
@@ -189,7 +189,7 @@ def make_batch_graph(framework: str, batch: GraphBatch, conv: str, *, self_loops
 
 
 def move_graph(graph: Any, conv: str, device: torch.device) -> Any:
-    """A graph on the device; DGL's stays on the CPU for ``fast`` where the installed DGL knows no other."""
+    """Moves a graph to the device. For ``fast``, a DGLGraph stays on the CPU if DGL is built without CUDA."""
     if device.type == "cpu" or isinstance(graph, Tensor):
         return graph.to(device)
     try:

@@ -1,8 +1,9 @@
 """Graph-classification data: many small graphs in one ``.npz`` file, and batches of them.
 
-The file holds the disjoint union of all graphs: ``graph_ptr`` (graphs + 1) says which nodes are whose,
-``graph_y`` (graphs) is the class of each, ``edge_index`` or ``rowptr`` and ``col`` the edges, ``x`` or
-``node_label`` integer features of nodes, ``graph_split`` (optional) 0, 1, 2 for training, validation, test.
+The file contains the disjoint union of all graphs. ``graph_ptr`` (graphs + 1,) has the first node of every
+graph, and ``graph_y`` (graphs,) the class of every graph. ``edge_index``, or ``rowptr`` and ``col``, are the
+edges. ``x`` or ``node_label`` are integer features of nodes. The optional ``graph_split`` (graphs,) is 0, 1
+or 2 for training, validation and test.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class GraphDataset:
     Attributes:
         name: The dataset's name, as the user gave it.
         edge_index: int64 (2, E), both directions of every edge, sorted by destination.
-        edge_ptr: int64 (graphs + 1,), the edges of every graph.
-        node_ptr: int64 (graphs + 1,), the nodes of every graph.
-        codes: int64 (num_nodes, columns), categorical features.
-        y: int64 (graphs,).
+        edge_ptr: int64 (graphs + 1,), position of the first edge of every graph.
+        node_ptr: int64 (graphs + 1,), number of the first node of every graph.
+        codes: int64 (num_nodes, columns), categorical features of the nodes.
+        y: int64 (graphs,), class of every graph.
         given_split: The split that comes with the data, or None.
         edge_codes: int64 (E, columns), categorical features of the edges, or None.
     """
@@ -58,11 +59,11 @@ class GraphDataset:
         return (self.codes.amax(0) + 1).tolist()
 
     def split(self, seed: int) -> Split:
-        """The given split, else 80/10/10 % drawn from `seed`."""
+        """Returns the split of the data, or a random split into 80, 10 and 10 % with this seed."""
         return self.given_split or random_split(self.y, (0.8, 0.1), seed)
 
     def pyg_graphs(self, graphs: Tensor) -> list[Any]:
-        """Some graphs as PyG's `Data`."""
+        """Converts some of the graphs to PyG's `Data`."""
         make = importlib.import_module("torch_geometric.data").Data
         found = []
         for graph in graphs.tolist():
@@ -74,7 +75,7 @@ class GraphDataset:
         return found
 
     def batch(self, graphs: Tensor) -> GraphBatch:
-        """Some graphs as one: nodes and edges renumbered, in the order of `graphs`."""
+        """Joins some graphs to one graph, in the order of `graphs`, with new node numbers."""
         nodes, graph_of_node = ranges(self.node_ptr, graphs)
         edges, graph_of_edge = ranges(self.edge_ptr, graphs)
         size = self.node_ptr[graphs + 1] - self.node_ptr[graphs]
@@ -91,16 +92,16 @@ class GraphDataset:
 
 @dataclass(frozen=True)
 class GraphBatch:
-    """Several graphs as one.
+    """Several small graphs, joined to one graph.
 
     Attributes:
         edge_index: int64 (2, E).
-        codes: int64 (num_nodes, columns).
-        graph_of_node: int64 (num_nodes,).
+        codes: int64 (num_nodes, columns), categorical features of the nodes.
+        graph_of_node: int64 (num_nodes,), position of every node's graph in the batch.
         size: int64 (graphs,), nodes per graph.
-        y: int64 (graphs,).
-        edge_codes: int64 (E, columns), or None.
-        is_pyg: Whether the tensors are those of one of PyG's batches.
+        y: int64 (graphs,), class of every graph.
+        edge_codes: int64 (E, columns), categorical features of the edges, or None.
+        is_pyg: Whether the tensors belong to a batch of PyG.
     """
 
     edge_index: Tensor
@@ -112,15 +113,15 @@ class GraphBatch:
     is_pyg: bool = False
 
     def mean(self, x: Tensor) -> Tensor:
-        """The means (graphs, width) of rows (num_nodes, width) over each graph's nodes."""
-        if self.is_pyg:  # PyG's readouts know of padding
+        """Computes the means (graphs, width) of rows (num_nodes, width) over each graph's nodes."""
+        if self.is_pyg:  # in captured steps, PyG's readouts leave padding out
             pool = importlib.import_module("torch_geometric.nn").global_mean_pool
             return pool(x, self.graph_of_node, self.size.numel())
         total = x.new_zeros(self.size.numel(), x.size(1)).index_add(0, self.graph_of_node, x)
         return total / self.size[:, None].to(x.dtype)
 
     def as_pyg(self) -> Any:
-        """PyG's `Batch` of the same graphs."""
+        """Converts the graphs to PyG's `Batch`."""
         ptr = torch.cat([self.size.new_zeros(1), self.size.cumsum(0)])
         names = {"edge_attr": self.edge_codes} if self.edge_codes is not None else {}
         make = importlib.import_module("torch_geometric.data").Batch
@@ -130,7 +131,7 @@ class GraphBatch:
 
     @classmethod
     def of_pyg(cls, batch: Any) -> GraphBatch:
-        """The graphs of PyG's `Batch` that `as_pyg` made, or a loader of `GraphDataset.pyg_graphs`."""
+        """Converts PyG's `Batch`, from `as_pyg` or from a loader of `GraphDataset.pyg_graphs`."""
         size = batch.ptr[: batch.y.numel() + 1].diff()
         return cls(batch.edge_index, batch.x, batch.batch, size, batch.y, batch.get("edge_attr"), is_pyg=True)
 
@@ -141,7 +142,7 @@ class GraphBatch:
 
 
 def ranges(ptr: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """All positions in the chosen ranges of `ptr`, and for each the place of its range in `chosen`."""
+    """Returns all positions in the chosen ranges of `ptr`, and the index into `chosen` for each position."""
     start, length = ptr[chosen], ptr[chosen + 1] - ptr[chosen]
     place = torch.repeat_interleave(length)
     inside = torch.arange(place.numel()) - (length.cumsum(0) - length)[place]
@@ -151,7 +152,7 @@ def ranges(ptr: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
 def batches(
     dataset: GraphDataset, graphs: Tensor, size: int, *, generator: torch.Generator | None = None
 ) -> Iterator[GraphBatch]:
-    """Batches of up to `size` of the graphs, shuffled where a generator is given."""
+    """Yields batches of up to `size` graphs, which are shuffled if a generator is given."""
     if generator is not None:
         graphs = graphs[torch.randperm(graphs.numel(), generator=generator)]
     return (dataset.batch(part) for part in graphs.split(size))
@@ -165,17 +166,17 @@ def pyg_loader(
     device: torch.device,
     generator: torch.Generator | None = None,
 ) -> Iterable[Any]:
-    """PyG's batches of up to `size` of the graphs, shuffled again in every epoch if a generator is given."""
+    """Makes a loader of PyG's batches of up to `size` graphs; with a generator, each epoch is shuffled."""
     make = importlib.import_module("fastsparse_pyg").DataLoader
     data = dataset.pyg_graphs(graphs)
     return make(data, batch_size=size, shuffle=generator is not None, generator=generator, device=device)
 
 
 def find_graphs(name: str, root: Path) -> GraphDataset | None:
-    """The dataset of that name or path if its file holds many graphs, else None.
+    """Loads the dataset with this name or path if its file contains many graphs; otherwise returns None.
 
     Raises:
-        ExampleError: The file holds graphs without classes or features to learn from.
+        ExampleError: The graphs of the file have no classes or no features.
     """
     path = Path(name) if name.endswith(".npz") else root / f"{name.replace('-', '_')}.npz"
     if not path.is_file():
@@ -206,14 +207,14 @@ def find_graphs(name: str, root: Path) -> GraphDataset | None:
 def from_union(
     name: str, edges: Tensor, node_ptr: Tensor, codes: Tensor, y: Tensor, given_split: Split | None
 ) -> GraphDataset:
-    """The dataset from edges (2, E) of the disjoint union, in any order; both directions are made."""
+    """Makes the dataset from edges (2, E) of the disjoint union, in any order; adds the other direction."""
     edge_index = undirected(edges, codes.size(0))
     edge_ptr = torch.searchsorted(edge_index[1].contiguous(), node_ptr)
     return GraphDataset(name, edge_index, edge_ptr, node_ptr, codes, y, given_split)
 
 
 def _codes(content: dict[str, np.ndarray], edges: Tensor, num_nodes: int) -> Tensor:
-    """Integer features; node degrees (at most 31) where the file has none."""
+    """Returns the integer features of nodes; node degrees (at most 31) if the file has no features."""
     for key in ("x", "node_label"):
         if key in content and np.issubdtype(content[key].dtype, np.integer):
             return torch.from_numpy(content[key].astype(np.int64)).reshape(num_nodes, -1)

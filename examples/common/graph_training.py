@@ -1,4 +1,4 @@
-"""Training classifiers of small graphs in batches, the same way for every layer that is compared."""
+"""Trains classifiers of small graphs in batches, in the same way for all compared layers."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from .training import (
     score,
 )
 
-#: Takes a batch, trains on it, returns the loss.
+#: Function that takes a batch, trains on it, and returns the loss.
 Step = Callable[[Any], Tensor]
 
-#: make_graph(batch) -> what the model's layers take.
+#: make_graph(batch) -> the graph that the model's layers take.
 GraphFactory = Callable[[GraphBatch], Any]
 
-#: Graphs in a batch of the evaluation.
+#: Number of graphs per batch in the evaluation.
 EVALUATED_AT_ONCE = 1024
 
 
 class Evaluation:
-    """A fixed part of the data. Logits stay on the device until the last batch has been launched.
+    """Evaluates a model on a fixed part of the data. Logits stay on the device until the last batch.
 
     Args:
         model: The model to evaluate.
         dataset: All graphs.
-        graphs: Those of this part.
+        graphs: Positions of the graphs of this part.
         size: Graphs per batch.
-        device: Where the model is.
-        make_graph: Turns a batch on the device into what the model's layers take.
+        device: Device of the model.
+        make_graph: Converts a batch on the device to the graph that the model's layers take.
         as_step: The function that captures the evaluation of a batch; None: no capture.
-        takes_pyg: Whether batches are PyG's. Others are converted once.
+        takes_pyg: Whether batches are PyG's. Other batches are converted only once.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Evaluation:
 
     @torch.no_grad()
     def logits(self) -> Tensor:
-        """(graphs, classes), on the CPU."""
+        """Computes the logits (graphs, classes), on the CPU."""
         return torch.cat([self._logits_of(given) for given in self._inputs]).cpu()
 
     def score(self, metric: str, logits: Tensor) -> float:
@@ -112,10 +112,10 @@ def train_run(
         takes_pyg: Whether batches are PyG's, from `fastsparse_pyg.DataLoader`.
 
     Returns:
-        Curves, times and scores; a step is an epoch here, conversions of its batches included.
+        Curves, times and scores. Here a step is an epoch, including the conversion of its batches.
 
     Raises:
-        ExampleError: The loss stopped being a number.
+        ExampleError: The loss became NaN or infinite.
     """
     synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     split = dataset.split(seed)

@@ -1,8 +1,8 @@
-"""Training that takes hours: progress, logs while it runs, checkpoints, and exact resuming.
+"""Trains for hours: shows progress, writes logs and checkpoints, and resumes exactly.
 
-Every epoch draws from a seed of its own, made from the run's seed and the epoch's number. So a checkpoint
-needs no generator state. A resumed training gives the same results as one without a break, bit for bit if the
-operators are deterministic (``--deterministic``).
+Every epoch seeds the random generators with a number made from the run's seed and the epoch's number, so a
+checkpoint contains no generator state. A resumed training gives the same results as an uninterrupted one, bit
+for bit if the operators are deterministic (``--deterministic``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .errors import ExampleError
 from .parallel import ALONE, Parallel
 from .training import AUTOCAST, LayerResult, PeakMemory, Recipe, RunResult, matmul_precision
 
-#: A training step: takes a batch, returns the mean loss and over how many examples it is.
+#: A training step: takes a batch, and returns the mean loss and the number of its examples.
 Step = Callable[[Any], tuple[Tensor, int]]
 
 #: The columns of --csv.
@@ -43,7 +43,7 @@ class LongRecipe(Recipe):
     """Hyper-parameters of a long run.
 
     Attributes:
-        eval_every: Epochs between evaluations; the last epoch always has one.
+        eval_every: Epochs between evaluations; the last epoch is always evaluated.
     """
 
     eval_every: int = 1
@@ -51,18 +51,19 @@ class LongRecipe(Recipe):
 
 @dataclass
 class Training:
-    """One kind of training, in the pieces that the loop needs.
+    """The parts of a training that the loop calls.
 
     Attributes:
         model: The model to train.
         batches: Gives the batches of one epoch, drawn from PyTorch's generator.
         steps: Number of batches of an epoch.
         loss: The mean loss over a batch, and over how many examples it is.
-        evaluate: The scores of ``train``, ``val`` and ``test``; called without gradients, the model in
-            evaluation mode.
+        evaluate: Function that returns the scores of ``train``, ``val`` and ``test``. It is called without
+            gradients, with the model in evaluation mode.
         parallel: The processes that train together.
-        gather: Takes a batch; returns it with its data on the device, as `loss` wants it.
-        captures: Whether steps become CUDA graphs.
+        gather: Function that takes a batch, and returns it with its data on the device, in the form for
+            `loss`.
+        captures: Whether steps run as CUDA graphs.
     """
 
     model: nn.Module
@@ -76,7 +77,7 @@ class Training:
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
-    """The options of long runs."""
+    """Adds the options of long runs."""
     add = options.add_argument
     add("--checkpoint", type=Path, help="keep model, optimiser and curves here while training")
     add("--checkpoint-every", type=at_least(1), default=10, help="epochs between two checkpoints")
@@ -88,7 +89,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuses what cannot work before anything is loaded.
+    """Checks the options before any data is loaded.
 
     Raises:
         ExampleError: Paths cannot be written, or a checkpoint would be overwritten.
@@ -107,11 +108,11 @@ def check_options(options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """PyTorch's deterministic mode, put back afterwards."""
+    """Switches PyTorch's deterministic mode on, and restores the old mode afterwards."""
     if not enabled:
         yield
         return
-    # cuBLAS reads this when it starts; PyTorch refuses deterministic products without it.
+    # cuBLAS reads this variable when it starts. Without it, PyTorch refuses deterministic products.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -137,7 +138,7 @@ class State:
 
 
 def save(path: Path, settings: dict[str, Any], state: State) -> None:
-    """Writes a checkpoint; a crash while writing leaves the one before."""
+    """Writes a checkpoint. If the program crashes while writing, the previous checkpoint stays."""
     content = {
         "settings": settings,
         "finished": [dataclasses.asdict(run) for run in state.finished],
@@ -153,7 +154,7 @@ def load(path: Path, settings: dict[str, Any]) -> State:
     """Reads a checkpoint.
 
     Raises:
-        ExampleError: It is none, or of a training with other settings.
+        ExampleError: The file is no checkpoint, or belongs to a training with other settings.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -169,7 +170,7 @@ def load(path: Path, settings: dict[str, Any]) -> State:
             f"--resume out ({type(error).__name__})."
         ) from error
     other = sorted(key for key in settings if settings[key] != before.get(key))
-    # A single run may be continued for longer than was planned: no setting depends on its length.
+    # A single run may be continued with more epochs, because no other setting depends on their number.
     if other == ["epochs"] and settings["runs"] == 1 and settings["epochs"] >= len(state.current.loss):
         other = []
     if other:
@@ -179,7 +180,7 @@ def load(path: Path, settings: dict[str, Any]) -> State:
 
 
 def seed_everything(seed: int, run: int, epoch: int, rank: int = 0) -> None:
-    """Seeds all generators for one epoch of one run, on every rank otherwise."""
+    """Seeds all random generators for one epoch of one run, with another seed on every rank."""
     value = (seed + run) * 1_000_003 + epoch + (rank << 40)
     torch.manual_seed(value)
     random.seed(value)
@@ -191,7 +192,7 @@ def make_step(
     scaler: torch.amp.GradScaler,
     autocast: torch.autocast,
 ) -> Step:
-    """Takes a batch, trains on it; returns the mean loss and over how many examples it is."""
+    """Trains on a batch; returns the mean loss and the number of its examples."""
 
     def step(batch: Any) -> tuple[Tensor, int]:
         optimiser.zero_grad()
@@ -207,10 +208,10 @@ def make_step(
 
 
 def train_epoch(training: Training, step: Step, progress: tqdm) -> tuple[float, float, float]:
-    """One pass over the batches.
+    """Trains on all batches once.
 
     Returns:
-        The mean loss of all examples; the milliseconds that the host waited for batches and gathered.
+        The mean loss of all examples, and the milliseconds of waiting for batches and of gathering data.
     """
     total: Tensor | float = 0.0
     examples = 0
@@ -241,13 +242,13 @@ def train_run(
     progress: tqdm,
     after_epoch: Callable[[State], None],
 ) -> RunResult:
-    """Trains one model to the end, from where the state says.
+    """Trains one model from the epoch in the state to the last epoch.
 
     Args:
-        training: What to train.
+        training: Model, batches, loss and evaluation.
         recipe: Hyper-parameters.
-        state: Where to begin; it grows.
-        device: Where the model is.
+        state: Progress of all runs, to which this function adds the epochs.
+        device: Device of the model.
         precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
         seed: First seed of all runs.
         progress: Bar that is moved by one per batch.
@@ -257,7 +258,7 @@ def train_run(
         The state's result; epochs without an evaluation have scores that are nan.
 
     Raises:
-        ExampleError: The loss stopped being a number.
+        ExampleError: The loss became NaN or infinite.
     """
     model, result, run = training.model, state.current, len(state.finished)
     synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -311,16 +312,16 @@ def train_runs(
     device: torch.device,
     parallel: Parallel = ALONE,
 ) -> LayerResult:
-    """Trains `recipe.runs` models one after the other, keeping the log and the checkpoint.
+    """Trains `recipe.runs` models one after the other, and writes the log and the checkpoint.
 
     Args:
-        options: With what `add_options` adds, ``precision`` and ``seed``.
+        options: The options that `add_options` adds, ``precision`` and ``seed``.
         settings: Settings that must not change between a checkpoint and its continuation.
-        make_training: ``make_training(run)`` gives what to train, the model on the device and freshly drawn,
-            and the layer's name.
+        make_training: ``make_training(run)`` returns the training, with a newly initialised model on the
+            device, and the layer's name.
         recipe: Hyper-parameters.
         device: Where to train.
-        parallel: The processes that train together; the first one shows and writes.
+        parallel: The processes that train together; only the first one prints and writes.
 
     Returns:
         All runs.
@@ -380,7 +381,7 @@ def _check_scored(result: RunResult, metric: str) -> None:
 
 @contextlib.contextmanager
 def _open_csv(path: Path | None, state: State) -> Iterator[Any]:
-    """A log with the epochs that the state already has, or None."""
+    """Opens the log with the epochs that the state already has; returns None without --csv."""
     if path is None:
         yield None
         return
@@ -393,7 +394,7 @@ def _open_csv(path: Path | None, state: State) -> Iterator[Any]:
 
 
 def _write_row(file: Any, run: int, epoch: int, result: RunResult) -> None:
-    """One epoch, scores that were not taken left empty; written out at once."""
+    """Writes the line of one epoch and flushes the file. Scores are empty if the epoch was not evaluated."""
     if file is None:
         return
     values = [getattr(result, column)[epoch] for column in COLUMNS[2:]]

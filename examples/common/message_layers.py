@@ -1,4 +1,4 @@
-"""Layers written as DGL's message functions, as in DGL's own examples: nothing in them knows FastSparse."""
+"""Layers written with DGL's message functions, as in DGL's own examples; they do not use FastSparse's API."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ fn = dgl.function
 
 
 class GCN(nn.Module):
-    """The sum of the neighbours over the square roots of both degrees (Kipf and Welling 2017)."""
+    """Sums the neighbours, divided by the square roots of both degrees (Kipf and Welling 2017)."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
         self.linear = nn.Linear(in_channels, out_channels)
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """(num_nodes, out_channels) from (num_nodes, in_channels)."""
+        """Computes (num_nodes, out_channels) from (num_nodes, in_channels)."""
         with graph.local_scope():
             norm = graph.in_degrees().clamp(min=1).float().pow(-0.5).unsqueeze(1)
             graph.ndata["h"] = self.linear(x) * norm
@@ -31,7 +31,7 @@ class GCN(nn.Module):
 
 
 class GAT(nn.Module):
-    """The neighbours weighted by a softmax over edges, mean of four heads (Velickovic et al. 2018)."""
+    """Sums neighbours with weights from a softmax over edges; mean of four heads (Velickovic et al. 2018)."""
 
     def __init__(self, in_channels: int, out_channels: int, heads: int = 4) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class GAT(nn.Module):
         self.of_target = nn.Linear(in_channels, heads)
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """(num_nodes, out_channels) from (num_nodes, in_channels)."""
+        """Computes (num_nodes, out_channels) from (num_nodes, in_channels)."""
         with graph.local_scope():
             graph.ndata["h"] = self.linear(x).view(x.size(0), self.heads, -1)
             graph.ndata["source"] = self.of_source(x).unsqueeze(2)
@@ -54,7 +54,7 @@ class GAT(nn.Module):
 
 
 class GIN(nn.Module):
-    """A small network of the sum of a node and its neighbours (Xu et al. 2019)."""
+    """Applies a small network to the sum of a node and its neighbours (Xu et al. 2019)."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class GIN(nn.Module):
         self.network = nn.Sequential(hidden, nn.ReLU(), nn.Linear(out_channels, out_channels))
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """(num_nodes, out_channels) from (num_nodes, in_channels)."""
+        """Computes (num_nodes, out_channels) from (num_nodes, in_channels)."""
         with graph.local_scope():
             graph.ndata["h"] = x
             graph.update_all(fn.copy_u("h", "m"), fn.sum("m", "total"))
@@ -70,7 +70,7 @@ class GIN(nn.Module):
 
 
 class RGCN(nn.Module):
-    """The means of the neighbours by relation, each with its own weight (Schlichtkrull et al. 2018)."""
+    """Averages the neighbours by relation, with one weight matrix each (Schlichtkrull et al. 2018)."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class RGCN(nn.Module):
         self.of_relation = nn.ModuleDict({name: nn.Linear(in_channels, out_channels) for name in RELATIONS})
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """(num_nodes, out_channels) from (num_nodes, in_channels)."""
+        """Computes (num_nodes, out_channels) from (num_nodes, in_channels)."""
         with graph.local_scope():
             for name, linear in self.of_relation.items():
                 graph.ndata[name] = linear(x)
@@ -87,12 +87,12 @@ class RGCN(nn.Module):
             return self.own(x) + graph.ndata["h"]  # type: ignore[no-any-return]
 
 
-#: Of RGCN's graph: edges to greater and to smaller numbers of nodes.
+#: Relations of RGCN's graph: edges to nodes with greater and with smaller numbers.
 RELATIONS = ("up", "down")
 
 
 def graph_for(layer: type[nn.Module], edge_index: Tensor, num_nodes: int) -> Any:
-    """DGL's graph for a layer: of two relations for RGCN, else of one, with self loops."""
+    """Makes DGL's graph for a layer: two relations for RGCN, otherwise one relation with self loops."""
     source, target = edge_index
     if layer is not RGCN:
         return dgl.add_self_loop(dgl.graph((source, target), num_nodes=num_nodes))

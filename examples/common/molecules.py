@@ -1,4 +1,4 @@
-"""Molecules with kinds of atoms and bonds: drawn from a seed, or OGB's raw files, without the ogb package."""
+"""Molecules with kinds of atoms and bonds: random ones, or from OGB's raw files without the ogb package."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from .data import Split
 from .errors import ExampleError
 from .graph_data import GraphDataset
 
-#: Kinds of what is drawn.
+#: Numbers of kinds of atoms and of bonds in random molecules.
 _ATOMS, _BONDS = 4, 3
 
 
 def drawn_molecules(num_graphs: int = 4000, seed: int = 0) -> GraphDataset:
-    """Random molecules whose class can be learned from bonds only; nothing is downloaded.
+    """Makes random molecules whose class can be learned only with the bonds; nothing is downloaded.
 
-    A molecule is a random tree of 8 to 24 atoms of 4 kinds; one bond more closes a ring in four molecules of
-    five. A bond is single, double or aromatic. The class is whether more than the median number of
-    double bonds join atoms of the kinds 0 and 1: neither the kinds of atoms nor the counts of bonds tell it.
+    A molecule is a random tree of 8 to 24 atoms of 4 kinds. In four of five molecules, another bond closes a
+    ring. A bond is single, double or aromatic. The class is 1 if more double bonds than the median join atoms
+    of the kinds 0 and 1. Neither the kinds of the atoms nor the counts of the bonds alone show the class.
 
     Args:
         num_graphs: Number of graphs.
-        seed: Seed of everything drawn.
+        seed: Seed of all random numbers.
     """
     generator = np.random.default_rng(seed)
     sizes = generator.integers(8, 25, num_graphs)
     node_ptr = np.concatenate([[0], sizes.cumsum()])
     place = np.arange(node_ptr[-1]) - np.repeat(node_ptr[:-1], sizes)
     child = np.flatnonzero(place > 0)
-    # An atom is bound to one of the five before it: long chains with branches.
+    # Each atom is bound to one of the five atoms before it, which gives long chains with branches.
     parent = child - 1 - (generator.random(child.size) * np.minimum(place[child], 5)).astype(int)
     ring = np.flatnonzero(generator.random(num_graphs) < 0.8)
     one = node_ptr[ring] + (generator.random(ring.size) * (sizes[ring] - 5)).astype(int)
@@ -58,7 +58,7 @@ def drawn_molecules(num_graphs: int = 4000, seed: int = 0) -> GraphDataset:
 
 
 def _starts(first: np.ndarray, node_ptr: np.ndarray) -> np.ndarray:
-    """The position of every graph's first bond, if bonds are sorted by first end; every graph has bonds."""
+    """Returns the position of every graph's first bond. Bonds must be sorted by first end."""
     return np.searchsorted(np.sort(first), node_ptr[:-1])
 
 
@@ -70,7 +70,7 @@ def read_ogb_molecules(name: str, root: Path) -> GraphDataset:
         root: Folder of datasets.
 
     Raises:
-        ExampleError: A file is missing, or the task is not one of two classes.
+        ExampleError: A file is missing, or the task is not a single one with two classes.
     """
     folder = root / name.replace("-", "_")
     if not (folder / "raw").is_dir():
@@ -114,7 +114,7 @@ def from_bonds(
     y: Tensor,
     given_split: Split | None,
 ) -> GraphDataset:
-    """The dataset of bonds (2, B) of the disjoint union, each given once: both directions have its codes."""
+    """Makes the dataset from bonds (2, B) of the disjoint union; both directions get a bond's codes."""
     edges = torch.cat([bonds, bonds.flip(0)], dim=1)
     order = torch.argsort(edges[1] * codes.size(0) + edges[0])
     edges = edges[:, order]

@@ -1,4 +1,4 @@
-"""Models for nodes that take whole graphs and mini-batches alike: what ``--model`` names in ``ogb_node.py``.
+"""The models of ``ogb_node.py --model``, which take whole graphs as well as mini-batches.
 
 A new model is a function that puts layers into a `NodeModel`, and a line in `MODELS`.
 """
@@ -41,14 +41,14 @@ class NodeRecipe(LongRecipe):
 
 
 class NodeModel(nn.Module):
-    """Graph layers with something after each; whole graphs and mini-batches alike.
+    """Graph layers with a module after each, for whole graphs and for mini-batches.
 
     Args:
-        framework: The framework whose layers these are.
+        framework: The framework of the layers.
         convs: The layers.
-        after: What follows each of them.
+        after: One module per layer, which is applied to the layer's result.
         skips: Linear maps of what a layer takes, added to what it gives; none if empty.
-        before: What the features go through first.
+        before: Module that is applied to the features first, or None.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class NodeModel(nn.Module):
         self.after = nn.ModuleList(after)
 
     def layer(self, index: int, graph: Any, x: Tensor) -> Tensor:
-        """One layer with what belongs to it; its result has a row per destination of the graph."""
+        """Applies one layer and its module; the result has a row per destination of the graph."""
         if index == 0:
             x = self.before(x)
         out = joined(self.framework.call(self.convs[index], graph, x), concat=index < len(self.convs) - 1)
@@ -76,14 +76,14 @@ class NodeModel(nn.Module):
         return self.after[index](out)
 
     def forward(self, graphs: Sequence[Any], x: Tensor) -> Tensor:
-        """Logits from one graph per layer and the features of the first one's sources."""
+        """Computes logits from one graph per layer and the features of the first graph's sources."""
         for index, graph in enumerate(graphs):
             x = self.layer(index, graph, x)
         return x
 
 
 def between(recipe: NodeRecipe, activation: Callable[[], nn.Module]) -> list[nn.Module]:
-    """Batch norm where the recipe says so, activation and dropout after all layers but the last."""
+    """Makes the modules after the layers: optional batch norm, activation, dropout; none after the last."""
     norm = nn.BatchNorm1d if recipe.batch_norm else nn.Identity
     hidden = [
         nn.Sequential(norm(recipe.hidden), activation(), nn.Dropout(recipe.dropout))
@@ -93,7 +93,7 @@ def between(recipe: NodeRecipe, activation: Callable[[], nn.Module]) -> list[nn.
 
 
 def widths_of(data: OgbNodes, recipe: NodeRecipe) -> list[tuple[int, int]]:
-    """(in, out) of every layer."""
+    """Returns (input width, output width) for every layer."""
     widths = [data.x.size(1), *[recipe.hidden] * (recipe.layers - 1), data.num_outputs]
     return list(itertools.pairwise(widths))
 
@@ -115,13 +115,13 @@ def make_sage(options: Options, data: OgbNodes, recipe: NodeRecipe) -> tuple[nn.
 
 
 def make_maxk_sage(options: Options, data: OgbNodes, recipe: NodeRecipe) -> tuple[nn.Module, str]:
-    """GraphSAGE behind a linear map, one of 8 features kept before every layer, as in MaxK-GNN."""
+    """GraphSAGE after a linear map; MaxK keeps one of 8 features before every layer, as in MaxK-GNN."""
     from fastsparse_core import MaxK
 
     k = max(recipe.hidden // 8, 1)
     name, constructor = layer(options.framework, "maxk-sage", options.conv)
     keep: Callable[[], nn.Module] = functools.partial(MaxK, k)
-    if options.conv == "fast":  # whose layers begin with it
+    if options.conv == "fast":  # the fast layers apply MaxK themselves
         constructor, keep = functools.partial(constructor, k=k), nn.Identity
     convs = [constructor(recipe.hidden, out) for _, out in widths_of(data, recipe)]
     after = [nn.Sequential(each, keep()) for each in between(recipe, nn.Identity)[:-1]]
@@ -164,8 +164,8 @@ class Model:
     """A model that ``--model`` names.
 
     Attributes:
-        make: ``make(options, data, recipe)`` gives it and its layer's name.
-        self_loops: Whether DGL's graph needs self loops, which PyG's layer adds by itself.
+        make: ``make(options, data, recipe)`` returns the model and its layer's name.
+        self_loops: Whether DGL's graph needs self loops, because only PyG's layer adds them by itself.
         whole_graph: Whether a layer's result depends on more than a node's neighbours.
     """
 
@@ -175,7 +175,7 @@ class Model:
 
 
 MODELS = {
-    # GCN weighs a neighbour by that neighbour's degree, which a part of the graph does not show.
+    # GCN weights a neighbour by its degree in the whole graph, which a mini-batch does not contain.
     "gcn": Model(make_gcn, self_loops=True, whole_graph=True),
     "sage": Model(make_sage),
     "maxk-sage": Model(make_maxk_sage),

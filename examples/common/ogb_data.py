@@ -37,7 +37,7 @@ PARTS = {"train": "train", "val": "valid", "test": "test"}
 
 
 def open_dataset(name: str, root: Path, library: str, *, download: bool) -> Any:
-    """OGB's own dataset object.
+    """Returns OGB's own dataset object.
 
     Args:
         name: ``ogbn-*`` or ``ogbg-*``.
@@ -73,13 +73,13 @@ def open_dataset(name: str, root: Path, library: str, *, download: bool) -> Any:
 
 
 def split_ids(dataset: Any) -> dict[str, Tensor]:
-    """The ids of ``train``, ``val`` and ``test`` in a dataset that `open_dataset` gave."""
+    """Returns the ids of ``train``, ``val`` and ``test`` in a dataset from `open_dataset`."""
     index = dataset.get_idx_split()
     return {ours: torch.as_tensor(index[theirs]) for ours, theirs in PARTS.items()}
 
 
 def split_masks(dataset: Any, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as masks of shape (size,)."""
+    """Returns the split as masks of shape (size,)."""
     train, val, test = (torch.zeros(size, dtype=torch.bool) for _ in PARTS)
     for mask, ids in zip((train, val, test), split_ids(dataset).values(), strict=True):
         mask[ids] = True
@@ -88,11 +88,11 @@ def split_masks(dataset: Any, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def import_ogb(module: str) -> Any:
     """Imports a part of ogb, hiding the package through which it would look for a newer version."""
-    # None in this table makes an import fail; ogb takes that for "not installed".
+    # None in `sys.modules` makes an import fail, so ogb assumes that the package is not installed.
     before = sys.modules.get("outdated", _ABSENT)
     sys.modules["outdated"] = None  # type: ignore[assignment]
     try:
-        # ogb and DGL import each other; fastsparse_dgl mends what keeps DGL 2.1 from importing.
+        # ogb imports DGL. fastsparse_dgl must come first, because it makes DGL 2.1 importable.
         with contextlib.suppress(ImportError):
             importlib.import_module("fastsparse_dgl")
         return importlib.import_module(module)
@@ -108,7 +108,7 @@ def _level(name: str) -> str:
 
 
 def dataset_info(name: str) -> dict[str, str]:
-    """What OGB's own table says about a dataset."""
+    """Returns the entry of a dataset in OGB's own table."""
     pandas = importlib.import_module("pandas")
     table = Path(import_ogb("ogb").__file__).parent / f"{_level(name)}proppred" / "master.csv"
     master = pandas.read_csv(table, index_col=0, keep_default_na=False, dtype=str)
@@ -118,16 +118,16 @@ def dataset_info(name: str) -> dict[str, str]:
 
 
 def _folder(name: str, root: Path, library: str) -> Path:
-    """The folder that OGB's loader will read: one made for the library goes first."""
+    """Returns the folder that OGB's loader will read; a folder for the library takes precedence."""
     folder = root / name.replace("-", "_")
     special = folder.with_name(f"{folder.name}_{library}")
     return special if special.is_dir() else folder
 
 
 def _check_files(name: str, info: dict[str, str], folder: Path, download: bool) -> None:
-    """Settles what OGB would ask or fetch unasked; makes what its loaders expect."""
+    """Prepares the folder, so that OGB's loader neither asks questions nor downloads without permission."""
     if folder.is_dir() and not any(path.is_file() for path in folder.rglob("*")):
-        shutil.rmtree(folder)  # what an interrupted download leaves
+        shutil.rmtree(folder)  # an interrupted download leaves an incomplete folder
     missing = [str(path) for path in _needed(name, info, folder) if not path.is_file()]
     if missing and not download:
         what = ", ".join(missing) if folder.is_dir() else f"the folder {folder}"
@@ -149,7 +149,7 @@ def _check_files(name: str, info: dict[str, str], folder: Path, download: bool) 
 
 
 def _needed(name: str, info: dict[str, str], folder: Path) -> Iterator[Path]:
-    """The files that OGB's loaders read."""
+    """Yields the files that OGB's loaders read."""
     level, raw = _level(name), folder / "raw"
     if info["binary"] == "True":
         yield from (raw / "data.npz", raw / f"{level}-label.npz")
@@ -159,7 +159,7 @@ def _needed(name: str, info: dict[str, str], folder: Path) -> Iterator[Path]:
         names += ["edge-feat"] * (info["has_edge_attr"] == "True")
         names += [] if info["additional node files"] == "None" else info["additional node files"].split(",")
         for part in names:
-            # The archive of proteins names one file otherwise; OGB renames it.
+            # In the archive of proteins, one file has another name; OGB renames it.
             other = raw / f"{part.removeprefix('node_')}.csv.gz"
             yield other if part == "node_species" and other.is_file() else raw / f"{part}.csv.gz"
     split = folder / "split" / info["split"]
@@ -169,7 +169,7 @@ def _needed(name: str, info: dict[str, str], folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def allowed_classes(library: str) -> Iterator[None]:
-    """Lets ``torch.load`` read what OGB's loader for PyG has saved."""
+    """Lets ``torch.load`` read the files that OGB's loader for PyG saved."""
     if library != "pyg":
         yield
         return

@@ -1,7 +1,6 @@
-"""OGB's node and graph property prediction in the one form that the examples train on.
+"""Converts OGB's node and graph property prediction to the form that the examples train on.
 
-Loaders and Evaluators are OGB's own (see ``ogb_data``); what is done to the data is what OGB's example
-scripts do.
+Loaders and Evaluators are OGB's own (see ``ogb_data``). The data are prepared as in OGB's example scripts.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class OgbNodes:
         name: OGB's name.
         edge_index: int64 (2, E), row 0 sources and row 1 destinations, no self loops.
         x: float32 (num_nodes, features).
-        y: int64 (num_nodes, tasks): classes, or 0 and 1 per task; -1 where there is no label.
+        y: int64 (num_nodes, tasks): classes, or 0 and 1 per task; -1 for nodes without a label.
         num_outputs: Width that a model's logits must have.
         split: Node ids of ``train``, ``val`` and ``test``.
         metric: ``accuracy`` or ``roc_auc``.
@@ -59,18 +58,18 @@ class OgbNodes:
         return self.edge_index.size(1)
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropy of the classes, or the mean of the tasks' binary ones, as in OGB's examples.
+        """Computes the cross entropy, or the mean of the tasks' binary cross entropies, as OGB's examples do.
 
         Args:
-            logits: (n, num_outputs).
-            y: The rows of `self.y` that belong to them, on the same device.
+            logits: Logits of n nodes, (n, num_outputs).
+            y: The rows of `self.y` for the same nodes, on the same device.
         """
         if self.metric == "accuracy":
             return F.cross_entropy(logits.float(), y[:, 0])
         return F.binary_cross_entropy_with_logits(logits.float(), y.float())
 
     def score(self, logits: Tensor, nodes: Tensor) -> float:
-        """What OGB's Evaluator says about the logits of some nodes."""
+        """Returns the score of OGB's Evaluator for the logits of some nodes."""
         y_pred = logits.argmax(-1, keepdim=True) if self.metric == "accuracy" else logits.float()
         return _evaluate(self.evaluator, self.y[nodes], y_pred)
 
@@ -94,7 +93,7 @@ class OgbGraphs:
     notes: tuple[str, ...]
 
     def score(self, logits: Tensor, graphs: Tensor) -> float:
-        """What OGB's Evaluator says about the logits (graphs, 2) of some graphs."""
+        """Returns the score of OGB's Evaluator for the logits (graphs, 2) of some graphs."""
         y_pred = (logits[:, 1] - logits[:, 0])[:, None].float()
         return _evaluate(self.evaluator, self.dataset.y[graphs][:, None], y_pred)
 
@@ -104,10 +103,11 @@ def _evaluate(evaluator: Any, y_true: Tensor, y_pred: Tensor) -> float:
 
 
 def load_nodes(name: str, root: Path, framework: str, *, download: bool) -> OgbNodes:
-    """Loads an ``ogbn-*`` graph with the loader OGB has for the framework.
+    """Loads an ``ogbn-*`` graph with OGB's loader for the framework.
 
-    As OGB's examples do: arXiv's citations go both ways; nodes of proteins get the mean of their edges'
-    features. Citations of papers100M go both ways too; there, citing each other counts twice.
+    The data are prepared as in OGB's examples: edges of arXiv and papers100M are made undirected, and nodes
+    of proteins get the mean of their edges' features. In papers100M, two papers that cite each other have two
+    edges in each direction.
 
     Args:
         name: For instance ``ogbn-arxiv``.
@@ -154,15 +154,15 @@ def load_nodes(name: str, root: Path, framework: str, *, download: bool) -> OgbN
 
 
 def mean_of_edges(target: Tensor, edge_feat: Tensor, num_nodes: int) -> Tensor:
-    """(num_nodes, width): the mean of the features (E, width) of the edges that end in a node, else 0."""
+    """Averages features (E, width) of each node's incoming edges, (num_nodes, width); 0 without edges."""
     total = torch.zeros(num_nodes, edge_feat.size(1)).index_add_(0, target, edge_feat.float())
     return total / torch.bincount(target, minlength=num_nodes).clamp(min=1)[:, None]
 
 
 def load_graphs(name: str, root: Path, framework: str, *, download: bool) -> OgbGraphs:
-    """Loads an ``ogbg-mol*`` dataset with the loader OGB has for the framework; arguments as `load_nodes`.
+    """Loads an ``ogbg-mol*`` dataset with OGB's loader for the framework; arguments as in `load_nodes`.
 
-    The layers take no edge features: the bonds' are left out, the atoms' stay.
+    Features of atoms are loaded. Features of bonds are left out, because the layers take no edge features.
     """
     dataset = open_dataset(name, root, framework, download=download)
     info = dataset_info(name)

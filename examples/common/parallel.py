@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/ogb_node.py --dataset ogbn-products --parallel fullgraph
 
 The training loop calls `Parallel` to combine gradients, losses and scores, and to find out whether this
-process prints and writes. `ALONE` is a training of one process.
+process prints and writes. `ALONE` is the object for training with one process.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .errors import ExampleError
 #: The values of --parallel.
 KINDS = ("ddp", "fullgraph")
 
-#: The longest that processes wait for one that loads or evaluates.
+#: Longest time that processes wait for another process, which loads data or evaluates.
 PATIENCE = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """This process among those that train one model.
+    """This process, as one of the processes that train a model together.
 
     Attributes:
-        kind: ``ddp``: each process has its own batches of nodes; ``fullgraph``: its own rows of the whole
-            graph; ``""``: there is one process.
+        kind: ``ddp``: each process has its own batches of nodes; ``fullgraph``: each process has its own rows
+            of the whole graph; ``""``: there is one process.
         rank: Number of this process.
         size: Number of processes.
     """
@@ -45,12 +45,12 @@ class Parallel:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prints and writes."""
+        """True if this process prints and writes."""
         return self.rank == 0
 
     @contextlib.contextmanager
     def first_alone(self) -> Iterator[None]:
-        """Runs the block on the first process, then on all others: what it writes is there for them."""
+        """Runs the block on the first process, then on all others, which can read the files of the first."""
         if self.kind and not self.is_first:
             dist.barrier()
         yield
@@ -58,7 +58,7 @@ class Parallel:
             dist.barrier()
 
     def after_backward(self, model: nn.Module) -> None:
-        """Makes gradients those of all processes; with DDP they are already."""
+        """Sums gradients over all processes, except with DDP, which reduces them by itself."""
         if self.kind == "fullgraph":
             from fastsparse_core.distributed import all_reduce_gradients
 
@@ -81,7 +81,7 @@ class Parallel:
         return loss / (examples if self.kind == "fullgraph" else count)
 
     def scores(self, evaluate: Callable[[], dict[str, float]], device: torch.device) -> dict[str, float]:
-        """Scores for all processes: with DDP the first one's, with a divided graph what all compute."""
+        """Returns the scores: with DDP those of the first process; otherwise all processes compute them."""
         if self.kind != "ddp":
             return evaluate()
         parts = ("train", "val", "test")
@@ -93,7 +93,7 @@ class Parallel:
         return dict(zip(parts, values.tolist(), strict=True))
 
     def share(self, seeds: Tensor) -> Tensor:
-        """This process's part of the nodes to train on: as many for each, some twice if need be."""
+        """Returns this process's training nodes. Parts have the same size, so some nodes may be in two."""
         each = -(-seeds.numel() // self.size)
         padded = torch.cat([seeds, seeds[: each * self.size - seeds.numel()]])
         return padded[self.rank :: self.size]
@@ -104,14 +104,14 @@ ALONE = Parallel()
 
 @contextlib.contextmanager
 def processes(kind: str | None, device: torch.device) -> Iterator[tuple[Parallel, torch.device]]:
-    """Joins the processes that torchrun started; gives this one's place and its device.
+    """Joins the processes that torchrun started; returns the `Parallel` of this process and its device.
 
     Args:
         kind: One of `KINDS`, or None for one process.
-        device: The value of --device. With ``cuda``, every process takes the GPU of its number.
+        device: The value of --device. With ``cuda``, process i of a machine uses GPU i.
 
     Raises:
-        ExampleError: torchrun did not start this, or a process has no GPU of its own.
+        ExampleError: torchrun did not start this process, or there are fewer GPUs than processes.
     """
     if kind is None:
         yield ALONE, device

@@ -1,8 +1,8 @@
-"""The graph transformer layer written with the frameworks' own message passing: the reference for comparison.
+"""Reference graph transformer layers, written with the frameworks' own message passing.
 
-Neither framework has a layer of this kind for sparse graphs. These have the parameters, the names and the
-arithmetic of ``fastsparse_pyg.GraphTransformerLayer`` and ``fastsparse_dgl.GraphTransformerLayer``, so that
-weights load from one into the other.
+Neither framework has a layer of this kind for sparse graphs. The parameters, names and formulas are the same
+as in ``fastsparse_pyg.GraphTransformerLayer`` and ``fastsparse_dgl.GraphTransformerLayer``, so a layer can
+load the weights of the other.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class _GraphTransformerLayer(nn.Module):
 
     Args:
         in_channels: Width of input and output.
-        out_channels: The same.
+        out_channels: Width of the output, equal to `in_channels`.
         heads: Number of heads.
-        dropout: Of the attention's result and inside the feed-forward part.
-        attention_dropout: Of the attention weights.
+        dropout: Dropout probability of the attention's result, and inside the feed-forward part.
+        attention_dropout: Dropout probability of the attention weights.
         norm: ``batch`` or ``layer``.
     """
 
@@ -58,7 +58,7 @@ class _GraphTransformerLayer(nn.Module):
         self.norm2 = _NORMS[norm](out_channels)
 
     def _layer(self, x: Tensor, graph: Any, num_targets: int) -> Tensor:
-        """Computes the first `num_targets` nodes."""
+        """Computes the new features of the first `num_targets` nodes."""
         key, value = (linear(x).unflatten(-1, (self.heads, -1)) for linear in (self.key, self.value))
         x = x[:num_targets]
         query = self.query(x).unflatten(-1, (self.heads, -1))
@@ -77,7 +77,7 @@ class PygGraphTransformerLayer(_GraphTransformerLayer):
     """With PyG's gather, softmax and scatter; called as ``layer(x, edge_index)``."""
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """(num_nodes, out_channels) from (num_nodes, in_channels) and edges (2, E)."""
+        """Computes (num_nodes, out_channels) from (num_nodes, in_channels) and edges (2, E)."""
         return self._layer(x, edge_index, x.size(0))
 
     def _attention(self, graph: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class DglGraphTransformerLayer(_GraphTransformerLayer):
     """With DGL's sampled product, edge softmax and weighted sum; called as ``layer(graph, x)``."""
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """(num_nodes, out_channels) from a DGLGraph or block and (num_nodes, in_channels)."""
+        """Computes (num_nodes, out_channels) from a DGLGraph or block and (num_nodes, in_channels)."""
         return self._layer(x, graph, graph.num_dst_nodes())
 
     def _attention(self, graph: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -23,16 +23,16 @@ METRIC_TITLES = {"accuracy": "test accuracy", "roc_auc": "test ROC-AUC"}
 
 
 def make_console() -> Console:
-    """A console for standard output; a file gets lines long enough that no column of a table wraps."""
+    """Makes a console for standard output. Lines in files are so long that no table column wraps."""
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
-#: Training steps of a layer below which a table says that its times may be noise.
+#: With fewer training steps per layer, the table has a note that its times may be noise.
 _FEW_STEPS = 20
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Refuses an output path before the training starts, not after."""
+    """Raises an error for an output path that cannot be written, before the training starts."""
     if path is None:
         return
     problem = ""
@@ -54,7 +54,7 @@ def check_writable(path: Path | None, option: str) -> None:
 
 
 def check_plotting(path: Path | None) -> None:
-    """Refuses --plot where matplotlib is missing, before the training starts."""
+    """Raises an error for --plot if matplotlib is missing, before the training starts."""
     check_writable(path, "--plot")
     if path is not None:
         try:
@@ -64,7 +64,7 @@ def check_plotting(path: Path | None) -> None:
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation; the latter is nan for a single value."""
+    """Returns mean and sample standard deviation; the deviation is nan for a single value."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan
 
 
@@ -80,7 +80,7 @@ def _bytes(count: int | None) -> str:
 
 
 def speed_up(results: Sequence[LayerResult], result: LayerResult) -> float | None:
-    """How many times shorter a step is than with the reference layer, or ReLU; None without either."""
+    """Returns the speed-up of a step over the reference layer, or over ReLU; None if neither was trained."""
     for other in results:
         if other.conv in ("reference", "relu"):
             return other.step_ms() / result.step_ms()
@@ -115,10 +115,10 @@ def print_table(console: Console, title: str, results: Sequence[LayerResult]) ->
 
 
 def print_parts(console: Console, results: Sequence[LayerResult]) -> None:
-    """Prints where the time of an epoch of batches goes, by the host's clock.
+    """Prints the parts of an epoch's time: waiting for batches, gathering and training, by the host's clock.
 
-    A GPU samples batches during the steps and works on while the host goes on: what the host did not wait for
-    is in none of its times, and the GPU's own gathering in those of training.
+    A GPU samples batches during the steps, while the host continues. Sampling for which the host did not wait
+    is in none of these times. Gathering on the GPU is in the time of training.
     """
     table = Table(title="milliseconds per epoch", title_justify="left")
     table.add_column("layer", no_wrap=True)
@@ -151,7 +151,7 @@ def _run_log(run: RunResult) -> dict[str, Any]:
 
 
 def to_log(settings: dict[str, Any], data: dict[str, Any], results: Sequence[LayerResult]) -> dict[str, Any]:
-    """Everything about a comparison as plain values: settings, data, versions, every run of every layer."""
+    """Returns settings, data, versions and every run of every layer, as values that JSON supports."""
     layers = []
     for result in results:
         scores = {}
@@ -177,7 +177,7 @@ def to_log(settings: dict[str, Any], data: dict[str, Any], results: Sequence[Lay
 
 
 def write_json(path: Path, log: dict[str, Any]) -> None:
-    """Writes a log; numbers that are not finite become null, which JSON lacks a word for."""
+    """Writes a log. NaN and infinite numbers become null, because JSON has no such numbers."""
     path.write_text(json.dumps(_finite(log), indent=1, allow_nan=False) + "\n")
 
 
@@ -199,7 +199,7 @@ def plot(path: Path, title: str, metric: str, results: Sequence[LayerResult]) ->
         run = result.runs[0]
         seconds = [sum(run.step_ms[: i + 1]) / 1e3 for i in range(len(run.step_ms))]
         epochs = range(1, len(run.loss) + 1)
-        # The curves coincide against epochs when both layers compute the same: dashes let both be seen.
+        # Both layers compute the same, so the curves over epochs coincide. Dashes make both visible.
         style = {
             "label": result.layer,
             "color": f"C{place}",

@@ -1,7 +1,7 @@
 """Mini-batches of nodes with sampled neighbours, from FastSparse's loaders, for both frameworks.
 
 PyG: `fastsparse_pyg.NeighborLoader`; DGL: `fastsparse_dgl.DataLoader` with `fastsparse_dgl.NeighborSampler`.
-Either way they come as `MiniBatch`.
+The batches of both are converted to `MiniBatch`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 
 from .frameworks import Nodes, make_graph, move_graph
 
-#: In place of a number of neighbours: all of them.
+#: Number of neighbours that means all neighbours.
 ALL = -1
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Some nodes and the neighbours that their results are computed from.
+    """The seeds of a batch, and the neighbours from which their results are computed.
 
     Attributes:
         graphs: One graph per layer, in the framework's form. In each, the first nodes of the sources are the
             destinations.
-        nodes: int64, ids of the nodes whose features the first layer takes.
-        seeds: int64, ids of the nodes that the first rows of the last layer's result are for.
-        own: The batch as the framework has it: PyG's `Data`, a list of DGL's blocks.
+        nodes: int64 (num_nodes,), ids of the nodes whose features the first layer takes.
+        seeds: int64 (num_seeds,), ids of the seeds. The first rows of the last layer's result belong to them.
+        own: The framework's batch: PyG's `Data`, or a list of DGL's blocks.
     """
 
     graphs: list[Any]
@@ -38,13 +38,13 @@ class MiniBatch:
     own: Any
 
     def graphs_on(self, conv: str, device: torch.device) -> list[Any]:
-        """The graphs on the device where that can be (see ``frameworks.make_graph``)."""
+        """Moves the graphs to the device if possible (see ``frameworks.make_graph``)."""
         if all(graph.device == device for graph in self.graphs):
             return self.graphs
         return [move_graph(graph, conv, device) for graph in self.graphs]
 
     def holding(self, conv: str, device: torch.device, x: Tensor, y: Tensor) -> Any:
-        """The framework's own batch on the device, with features of the nodes and labels of the seeds."""
+        """Returns the framework's batch on the device, with the nodes' features and the seeds' labels."""
         if isinstance(self.own, list):
             blocks = self.graphs_on(conv, device)
             blocks[0].srcdata["x"], blocks[-1].dstdata["y"] = x, y
@@ -54,7 +54,7 @@ class MiniBatch:
 
 
 def opened(own: Any, layers: int) -> tuple[list[Any], Tensor, Tensor]:
-    """One graph per layer, features and labels of what `MiniBatch.holding` gives."""
+    """Returns one graph per layer, features and labels of a batch from `MiniBatch.holding`."""
     if isinstance(own, list):
         return own, own[0].srcdata["x"], own[-1].dstdata["y"]
     return [own.edge_index] * layers, own.x, own.y
@@ -62,14 +62,14 @@ def opened(own: Any, layers: int) -> tuple[list[Any], Tensor, Tensor]:
 
 @dataclass
 class Batches:
-    """Mini-batches over some nodes; iterating draws them again.
+    """Mini-batches of some nodes; every iteration samples new batches.
 
-    Everything is drawn from PyTorch's generator, so ``torch.manual_seed`` before iterating repeats it.
+    All random numbers come from PyTorch's generator, so ``torch.manual_seed`` makes an iteration repeatable.
 
     Attributes:
         graph: `Nodes`, or DGL's graph.
-        device: Where neighbours are drawn.
-        fanouts, seeds, size, shuffle, workers: As `Sampling.batches` takes them.
+        device: Device that samples neighbours.
+        fanouts, seeds, size, shuffle, workers: Arguments of `Sampling.batches`.
     """
 
     graph: Any
@@ -81,7 +81,7 @@ class Batches:
     workers: int
 
     def __post_init__(self) -> None:
-        """Makes what is kept from epoch to epoch."""
+        """Makes the loader, which all epochs use."""
 
     def __len__(self) -> int:
         return -(-self.seeds.numel() // self.size)
@@ -91,7 +91,7 @@ class Batches:
 
 
 class PygBatches(Batches):
-    """Of PyG's kind."""
+    """Mini-batches from PyG's loader."""
 
     def __post_init__(self) -> None:
         pyg_data = importlib.import_module("torch_geometric.data")
@@ -113,15 +113,16 @@ class PygBatches(Batches):
 
 
 class DglBatches(Batches):
-    """Of DGL's kind."""
+    """Mini-batches from DGL's loader."""
 
     def __post_init__(self) -> None:
         self.plugin = importlib.import_module("fastsparse_dgl")
-        # DGL lists fanouts from the first layer to the last, the last being that of the seeds.
+        # DGL's list begins with the fan-out of the first layer, and ends with the fan-out of the seeds.
         self.sampler = self.plugin.NeighborSampler(list(reversed(self.fanouts)))
 
     def __iter__(self) -> Iterator[MiniBatch]:
-        # DGL's shuffle goes on from the order before, by NumPy's generator: no seed would repeat an epoch.
+        # DGL's loader shuffles the order of the previous epoch with NumPy's generator, so no seed would
+        # repeat an epoch.
         order = torch.randperm(self.seeds.numel()) if self.shuffle else slice(None)
         options = {"batch_size": self.size, "num_workers": self.workers}
         loader = self.plugin.DataLoader(
@@ -138,8 +139,8 @@ class Sampling:
         framework: ``pyg`` or ``dgl``.
         data: The graph, on the CPU.
         conv: The layers that take the batches: ``reference`` or ``fast``.
-        device: Where neighbours are drawn: a GPU's batches stay there. DGL's own layers take DGL's blocks,
-            which come from the CPU and are moved.
+        device: Device that samples neighbours. Batches of a GPU stay on the GPU. For DGL's own layers, DGL's
+            blocks are sampled on the CPU and then moved.
         self_loops: Whether DGL's graph gets self loops (see ``frameworks.make_graph``).
     """
 

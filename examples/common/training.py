@@ -1,4 +1,4 @@
-"""Training node classifiers, the same way for every layer that is compared.
+"""Trains node classifiers, in the same way for all compared layers.
 
 `compare` runs each layer with the same initial weights, the same dropout seeds and the same splits, and
 measures time and memory of the training steps; the test score is taken at the epoch with the best validation
@@ -37,7 +37,7 @@ class Recipe:
 
     Attributes:
         layers: Number of graph convolutions.
-        hidden: Width between them.
+        hidden: Width between the convolutions.
         heads: Attention heads, which share that width; for attention layers.
         dropout: Dropout probability.
         lr: Learning rate of Adam.
@@ -45,7 +45,7 @@ class Recipe:
         decay_first_layer_only: Whether the penalty covers only the first layer, as in Kipf and Welling's GCN.
         epochs: Training steps; for many small graphs, passes over all of them.
         batch_size: Graphs per training step, where there are many small ones.
-        runs: How often to repeat with another seed (and the next split).
+        runs: Number of runs, each with another seed (and the next split).
         normalise_features: Whether to scale rows of given features to sum one.
         residual: Whether the model has residual blocks with layer norms.
         select_by: Validation metric that picks the epoch: ``accuracy`` or ``roc_auc``.
@@ -76,9 +76,9 @@ class RunResult:
         step_ms: Time of forward, backward and optimiser step.
         scores: Test scores (``accuracy``, for two classes also ``roc_auc``) at the best validation score.
         best_epoch: That epoch, counted from 0.
-        peak_bytes: Most memory in use above data and graph; None where it cannot be measured.
+        peak_bytes: Peak memory in bytes, without data and graph; None if it cannot be measured.
         waiting_ms, gather_ms: Parts of `step_ms`: waiting for batches, and gathering their data;
-            only where training is on batches.
+            only for training on batches.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -105,11 +105,11 @@ class LayerResult:
         return [run.scores[metric] for run in self.runs]
 
     def step_ms(self) -> float:
-        """Median over all epochs but each run's first, which builds what later ones reuse."""
+        """Median over all epochs except the first of each run, which builds structures for later epochs."""
         return statistics.median(ms for run in self.runs for ms in (run.step_ms[1:] or run.step_ms))
 
     def num_steps(self) -> int:
-        """Training steps behind `step_ms`."""
+        """Number of training steps from which `step_ms` is computed."""
         return sum(max(len(run.step_ms) - 1, 1) for run in self.runs)
 
     def first_step_ms(self) -> float:
@@ -121,19 +121,19 @@ class LayerResult:
 
 
 def accuracy(logits: Tensor, y: Tensor) -> float:
-    """Share of right answers; nan without nodes."""
+    """Returns the share of correct predictions; nan without nodes."""
     return (logits.argmax(dim=-1) == y).float().mean().item()
 
 
 def roc_auc(score: Tensor, positive: Tensor) -> float:
-    """Area under the ROC curve: the chance that a positive outscores a negative, ties counting half.
+    """Computes the area under the ROC curve; a tie between a positive and a negative counts half.
 
     Args:
-        score: (n,) any real numbers.
-        positive: bool (n,).
+        score: Real numbers, (n,).
+        positive: True for positives, bool (n,).
 
     Returns:
-        The area; nan when there are only positives or only negatives.
+        The area; nan if there are only positives or only negatives.
     """
     values, place = torch.unique(score.double(), return_inverse=True)
     count = torch.bincount(place, minlength=values.numel()).double()
@@ -147,12 +147,12 @@ def roc_auc(score: Tensor, positive: Tensor) -> float:
 
 
 def metrics_of(num_classes: int) -> tuple[str, ...]:
-    """Metrics reported for a task."""
+    """Returns the names of the metrics that are reported for a task."""
     return ("accuracy", "roc_auc") if num_classes == 2 else ("accuracy",)
 
 
 def score(metric: str, logits: Tensor, y: Tensor, mask: Tensor) -> float:
-    """One metric over the nodes of a mask."""
+    """Computes one metric over the nodes of a mask."""
     logits, y = logits[mask].float(), y[mask]
     if metric == "roc_auc":
         return roc_auc(logits[:, 1] - logits[:, 0], y == 1)
@@ -183,7 +183,7 @@ class LearnedFeatures(nn.Module):
 
 @contextlib.contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Sets PyTorch's own float32 switch ("highest" is exact, "high" allows TF32) and puts it back."""
+    """Sets PyTorch's float32 precision ("highest" is exact, "high" allows TF32), and restores it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(PRECISIONS[precision])
     try:
@@ -193,10 +193,10 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 class PeakMemory:
-    """Most memory in use above what was in use at the start.
+    """Measures the peak memory above the memory in use at the start.
 
-    On CUDA the allocator knows. On Linux the kernel keeps the high-water mark of resident memory and lets a
-    process reset its own; elsewhere nothing is reported.
+    On CUDA, the allocator reports the peak. On Linux, the kernel records the peak of a process's resident
+    memory, and the process can reset it. On other systems, nothing is reported.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -208,7 +208,7 @@ class PeakMemory:
             return
         self.start = None
         try:
-            # Otherwise freed memory that the C library keeps would hide part of the next peak.
+            # Freed memory that the C library does not return would hide a part of the next peak.
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
             self.start = self._resident("VmRSS")
@@ -259,7 +259,7 @@ def train_run(
     """Trains a model for the recipe's epochs, scoring all nodes after each.
 
     Args:
-        model: Called as ``model(graph, x)``, gives logits (num_nodes, classes).
+        model: Called as ``model(graph, x)``; returns logits (num_nodes, classes).
         graph: The graph, in the form that the model's layers take.
         x: Features, or None when the model learns them.
         y: Labels.
@@ -273,7 +273,7 @@ def train_run(
         Curves, times and scores.
 
     Raises:
-        ExampleError: The loss stopped being a number.
+        ExampleError: The loss became NaN or infinite.
     """
     device = y.device
     synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -323,7 +323,7 @@ def train_run(
     return result
 
 
-#: make_model(conv) -> the model on the CPU, the name of its layer.
+#: make_model(conv) -> (the model on the CPU, the name of its layer).
 ModelFactory = Callable[[str], tuple[nn.Module, str]]
 
 
@@ -341,15 +341,15 @@ def compare(
 ) -> list[LayerResult]:
     """Trains the model with each layer, `recipe.runs` times, under equal conditions.
 
-    Run r of every layer starts from the weights and dropout seed ``seed + r`` and uses the same split. Runs
-    of the layers alternate, so that a machine that slows down slows them all.
+    Run r of every layer uses the seed ``seed + r`` for weights and dropout, and the same split. Runs of the
+    layers alternate, so a machine that becomes slower affects all layers.
 
     Args:
         dataset: Data on `device`.
         x: Features on `device`, or None.
         convs: Layers to compare, of ``reference`` and ``fast``.
-        make_model: ``make_model(conv)`` gives a model on the CPU and the layer's name.
-        make_graph: ``make_graph(conv)`` gives the graph on the device.
+        make_model: ``make_model(conv)`` returns a model on the CPU and the layer's name.
+        make_graph: ``make_graph(conv)`` returns the graph on the device.
         recipe: Hyper-parameters.
         device: Where to train.
         precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
@@ -379,10 +379,10 @@ def in_turn(
     precision: str,
     seed: int,
 ) -> list[LayerResult]:
-    """What `compare` does, whatever is trained: ``train(model, conv, run, bar)`` trains one model."""
+    """Compares layers, for any kind of training: ``train(model, conv, run, bar)`` trains one model."""
     results: dict[str, LayerResult] = {}
     total = recipe.epochs * recipe.runs * len(convs)
-    # A log file keeps every update of the bar: a terminal gets many, a file few.
+    # A terminal overwrites old updates of the bar, but a log file keeps all of them, so a file gets few.
     interval = 0.5 if sys.stderr.isatty() else 20.0
     with (
         matmul_precision(precision),

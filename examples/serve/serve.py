@@ -1,9 +1,10 @@
-"""GAT and GraphSAGE in a C++ program: packages both, builds the program, and compares it with Python.
+"""Packages GAT and GraphSAGE for C++, builds a C++ program that runs them, and compares it with Python.
 
     FASTSPARSE_CPP=1 pip install --no-build-isolation .
     python examples/serve/serve.py
 
-Needs cmake and a C++ compiler. Prints the median microseconds of a request, for a graph of Cora's size.
+The script needs cmake and a C++ compiler. It prints the median time of a request in microseconds, for a graph
+of Cora's size.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class TwoLayers(nn.Module):
 
 
 class OnOneGraph(nn.Module):
-    """The same for one graph, whose structure becomes a part of the package."""
+    """The same model for one fixed graph, whose structure becomes a part of the package."""
 
     def __init__(self, model: nn.Module, edge_index: Tensor) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ MODELS = {
 
 
 def request(device: str) -> list[Tensor]:
-    """Features and edges."""
+    """Makes random features and edges."""
     return [
         torch.randn(NODES, FEATURES, device=device),
         torch.randint(0, NODES, (2, EDGES), device=device),
@@ -63,7 +64,7 @@ def request(device: str) -> list[Tensor]:
 
 
 def package(model: nn.Module, example: list[Tensor], path: Path) -> None:
-    """Writes a model, for graphs of any size if it takes edges."""
+    """Writes the package of a model. If the model takes edges, the package supports graphs of any size."""
     free = torch.export.Dim.DYNAMIC
     sizes = ({0: free}, {1: free}) if len(example) > 1 else None
     program = torch.export.export(model, tuple(example), dynamic_shapes=sizes)
@@ -80,7 +81,7 @@ def build(folder: Path) -> Path:
 
 
 def median_us(call: Callable[[], object], repeats: int) -> float:
-    """Median of what a call takes, in microseconds."""
+    """Returns the median time of a call in microseconds."""
     taken = []
     for _ in range(repeats):
         start = time.perf_counter()

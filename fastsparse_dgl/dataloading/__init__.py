@@ -1,4 +1,4 @@
-"""Drop-ins for DGL's loaders: blocks of sampled neighbours, and batches of whole graphs."""
+"""Drop-ins for DGL's loaders, which make blocks of sampled neighbours or batches of whole graphs."""
 
 from fastsparse_dgl.dataloading.dataloader import DataLoader
 from fastsparse_dgl.dataloading.graph_data_loader import GraphDataLoader

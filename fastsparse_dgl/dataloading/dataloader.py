@@ -41,19 +41,20 @@ class DataLoader(dgl.dataloading.DataLoader):
     With :class:`fastsparse_dgl.NeighborSampler` and ``device`` a GPU, neighbours are sampled on that GPU, on
     a separate stream, two batches ahead. The graph may be on the CPU, or on the GPU after
     :func:`fastsparse_dgl.enable`. A batch is ``(input_nodes, output_nodes, blocks)``. ``srcdata``,
-    ``dstdata`` and ``edata`` of the blocks have all data of the graph. The sampler's ``prefetch_node_feats``,
-    ``prefetch_labels`` and ``prefetch_edge_feats`` are gathered with the batch, other data at their first
-    read. Features that take more than half of the GPU's free memory stay on the host, and only the rows of a
-    batch are sent. With ``gpu_cache={"node": {"feat": count}}``, the GPU also keeps the features of the
-    ``count`` nodes with the most outgoing edges. If DGL was built without CUDA, blocks are
-    :class:`fastsparse_dgl.SampledBlock`, which drop-in layers accept.
+    ``dstdata`` and ``edata`` of the blocks contain all data of the graph. The sampler's
+    ``prefetch_node_feats``, ``prefetch_labels`` and ``prefetch_edge_feats`` are gathered with the batch;
+    other data are gathered when they are first read. Features that take more than half of the GPU's free
+    memory stay on the host, and only the rows of a batch are copied to the GPU. With
+    ``gpu_cache={"node": {"feat": count}}``, the GPU also stores the features of the ``count`` nodes with the
+    most outgoing edges. If DGL was built without CUDA, blocks are :class:`fastsparse_dgl.SampledBlock`, which
+    drop-in layers accept.
 
     With another sampler or without a GPU, DGL's loader runs.
 
     Args:
         graph: DGLGraph.
-        indices: seeds; a dict by node type if there are several.
-        graph_sampler: a sampler.
+        indices: ids of the seeds; a dict from node types to ids if the graph has several node types.
+        graph_sampler: sampler of neighbours.
         device: device of the batches; None: as in DGL, the graph's device, or the GPU with ``use_uva``.
         others: as in DGL. On a GPU, arguments about worker processes and DGL's own transfers are ignored.
 
@@ -95,7 +96,7 @@ class DataLoader(dgl.dataloading.DataLoader):
                 # there are none.
                 self.cpu_affinity_enabled = True
             if isinstance(graph_sampler, NeighborSampler) and not graph_sampler.why_not(graph):
-                # Done here, so that forked worker processes share it.
+                # Prepare the structure here, so that forked worker processes share its memory.
                 graph_sampler.prepare(graph, torch.device("cpu"))
             return
         # If the graph is on the GPU, DGL rejects these options itself.
@@ -145,7 +146,7 @@ class DataLoader(dgl.dataloading.DataLoader):
 
 
 def _why_not_sampled(graph: GraphLike, sampler: Any) -> str:
-    """Why DGL's sampler has to run; "" if FastSparse can sample."""
+    """Returns why DGL's sampler has to run; "" if FastSparse can sample."""
     kind = type(sampler)
     if not isinstance(sampler, NeighborSampler):
         return (
@@ -159,7 +160,7 @@ def _why_not_sampled(graph: GraphLike, sampler: Any) -> str:
 
 
 def _why_not(graph: GraphLike, indices: Any, sampler: Any) -> str:
-    """Why DGL's loader has to make the batches; "" if FastSparse can."""
+    """Returns why DGL's loader has to make the batches; "" if FastSparse's loader can."""
     for item in indices.values() if isinstance(indices, Mapping) else [indices]:
         try:
             torch.as_tensor(item)

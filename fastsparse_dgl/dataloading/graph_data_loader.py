@@ -75,7 +75,7 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         [4, 2]
     """
 
-    #: Whether loaders without a `device` yield batches on the GPU once the script has used it. `enable()`
+    #: True if loaders without a `device` yield batches on the GPU once the script has used it. `enable()`
     #: sets it.
     _follows_script = False
 
@@ -123,7 +123,7 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         return StoredBatches(self, graphs.batch)
 
     def _current(self) -> StoredGraphs | None:
-        """The stored graphs, stored again if the dataset changed; None if DGL's loader makes the batches."""
+        """Returns the stored graphs, after storing changed ones again; None if DGL's loader has to run."""
         if not self._is_stored:
             return None
         try:

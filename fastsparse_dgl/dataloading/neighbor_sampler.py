@@ -28,12 +28,13 @@ _INSTEAD_OF_OUT = (
     "Pass dgl.reverse(graph, copy_edata=True) to a sampler with edge_dir='in', or take the sampled edges "
     "themselves from dgl.sampling.sample_neighbors(graph, ids, fanout, edge_dir='out')"
 )
-#: Reason for falling back to DGL's sampler for graphs on a GPU. DGL is as fast there, so it is no warning.
+#: Reason for falling back to DGL's sampler for graphs on a GPU. It is logged without a warning, because DGL's
+#: sampler is as fast on a GPU.
 ON_GPU = "the graph is on a GPU, where DGL can sample"
 
 
 def is_held_on_gpu(g: GraphLike) -> bool:
-    """Whether `enable()` holds the graph on a GPU that DGL itself cannot use."""
+    """True if the graph is on a GPU that DGL can use only after `enable()`."""
     return g.device.type == "cuda" and device_graph.serves(g.device)
 
 
@@ -130,7 +131,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         Args:
             g: the graph to sample from.
             seed_nodes: ids (num_seeds,), or a dict from node types to ids.
-            device: where to sample.
+            device: device that samples.
 
         Raises:
             ValueError: the graph has several node types and ``seed_nodes`` is no dict.
@@ -151,7 +152,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
 
         Args:
             g: the graph to sample from.
-            draw: what :meth:`start` returned.
+            draw: result of :meth:`start`.
             seed_nodes: as for :meth:`start`.
         """
         with self._names_of_dgl():
@@ -192,13 +193,13 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
                     blocks=True,
                     num_nodes={name: g.num_nodes(name) for name in g.ntypes},
                 )
-            # The weights are kept alive: if they were freed, another tensor could get the same address, and
-            # so the same stamp.
+            # The entry references the weights, so they are not freed: another tensor could otherwise get the
+            # same address, and therefore the same stamp.
             entry = by_device[device] = (stamp, core, weight)
         return entry[1]
 
     def _fanouts(self, g: GraphLike) -> dict[Any, list[int]]:
-        """Number of neighbours for every hop, starting at the seeds, by edge type."""
+        """Returns the number of neighbours by edge type for every hop, starting at the seeds."""
         layers = list(self.fanouts) if hasattr(self.fanouts, "__iter__") else []
         if not layers:
             raise ValueError(
@@ -247,7 +248,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
 
     @contextlib.contextmanager
     def _names_of_dgl(self) -> Iterator[None]:
-        """Within this context, errors of the core name the arguments of this class."""
+        """In this context, errors of the core contain the argument names of this class."""
         names = {"weight": f"edge data {self.prob!r}", "seeds": "seed_nodes (a DataLoader's indices)"}
         try:
             yield
@@ -269,8 +270,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         for name, of_type in edges.items():
             frame, ids = g._edge_frames[g.get_etype_id(name)], of_type.edge_id.to(g.idtype)
             frames["edge", name] = gathered(frame, ids, dgl.EID, self._reads, (hop, "edge", name))
-        # Under `enable()`, a DGL block on the GPU has its structure on the host. Copying it there takes
-        # longer than a training step, so a SampledBlock is made instead.
+        # After `enable()`, a DGL block on the GPU has its structure on the host. Copying the sampled edges to
+        # the host takes longer than a training step, so a SampledBlock is made instead.
         is_dgls = dgl_can_hold(device) and not device_graph.serves(device)
         make = dgl_block if is_dgls else SampledBlock
         return make(edges, counts["src"], counts["dst"], device, g.idtype, frames)
@@ -282,9 +283,9 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
 def _check_outgoing(block: Any) -> None:
     """Raises a ValueError if an edge of DGL's block starts or ends outside of the block.
 
-    DGL makes blocks of outgoing edges as if they were incoming: the seeds are the destinations, although the
-    edges end at neighbours. Neighbours that are no seeds get the id -1. DGL's fused sampler exchanges the
-    numbers of sources and destinations instead.
+    DGL makes blocks of outgoing edges as if the edges were incoming: the seeds are the destinations, although
+    the edges end at neighbours. Neighbours that are not seeds get the id -1. DGL's fused sampler makes
+    another error: it exchanges the numbers of sources and destinations.
     """
     for etype in block.canonical_etypes:
         counts = block.num_src_nodes(etype[0]), block.num_dst_nodes(etype[2])

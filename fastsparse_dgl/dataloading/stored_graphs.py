@@ -68,7 +68,7 @@ class StoredGraphs:
         if not items:
             raise NothingToStore("the dataset is empty")
         self.store = GraphStore(len(items), device)
-        #: Store of the edges' ends: DGL's graphs are made from a structure on the host.
+        #: Store of the edges' ends on the host, because DGL makes graphs from a structure on the host.
         self.host = self.store
         if device.type != "cpu":
             self.host = GraphStore(len(items), torch.device("cpu"))
@@ -90,7 +90,7 @@ class StoredGraphs:
         self._gather, self._gather_ends = Fields(self._fields, device), Fields(self._ends, self.host.device)
 
     def is_current(self) -> bool:
-        """Whether the graphs have not changed since they were stored."""
+        """True if the graphs have not changed since they were stored."""
         handles = [graph._graph for graph in self._graphs]
         is_same = all(one is two for one, two in zip(handles, self._handles, strict=True))
         return is_same and self._content.is_as_it_was()
@@ -108,7 +108,7 @@ class StoredGraphs:
     # ---------------------------------------------------------------- items
 
     def add(self, tensor: Tensor, pointer: int) -> int:
-        """Adds a tensor, whose rows belong to a pointer; returns its position among the gathered tensors."""
+        """Adds a tensor whose rows are those of pointer number ``pointer``; returns the tensor's position."""
         self._fields.append(Field(tensor.contiguous(), pointer))
         return len(self._fields) - 1
 
@@ -122,12 +122,12 @@ class StoredGraphs:
         return len(self._ends) - 1, StoredEdges(self.store, own, *nodes)
 
     def watch(self, mapping: dict[Any, Any], tensors: Sequence[Tensor]) -> None:
-        """Includes a dictionary and tensors in the check for changes."""
+        """Adds a dictionary and tensors to the objects that are checked for changes."""
         self._mappings.append(mapping)
         self._tensors += tensors
 
     def _collator_of(self, values: list[Any], kind: type = list) -> _Collator:
-        """The function that makes one part of a batch; DGL's collate gets the values in a ``kind``."""
+        """Returns the function that makes one part of a batch; DGL's `collate` gets values in a ``kind``."""
         like = values[0]
         kinds = set(map(type, values))
         if isinstance(like, dgl.DGLGraph):
@@ -168,7 +168,7 @@ class StoredGraphs:
 
 
 def _graphs_collator(stored: StoredGraphs, graphs: list[Any]) -> _Collator:
-    """The function that makes a batch of graphs, by the rules of `dgl.batch`.
+    """Returns the function that makes a batch of graphs by the rules of `dgl.batch`.
 
     Raises:
         NotStored: the graphs cannot be stored together; the message tells why.
@@ -224,7 +224,7 @@ class _Graphs:
         ]
 
     def _add_frames(self, frames: list[Any], pointer: int) -> dict[str, int]:
-        """Adds the data of one type; returns positions by name. As in DGL, empty frames may lack data."""
+        """Adds the data of a node or edge type; returns positions by name. Empty frames may lack data."""
         counts = self._stored.store.counts(pointer)
         filled = [frame for frame, count in zip(frames, counts.tolist(), strict=True) if count] or frames
         schemas = [frame.schemes for frame in filled]

@@ -88,7 +88,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether :func:`enable` is active.
+    """True if :func:`enable` is active.
 
     Returns:
         True between :func:`enable` and :func:`disable`.
@@ -104,7 +104,7 @@ def is_enabled() -> bool:
 
 
 def _dgl_has_cuda() -> bool:
-    """Whether the installed DGL was compiled with CUDA."""
+    """True if the installed DGL was compiled with CUDA."""
     if not torch.cuda.is_available():
         return False
     try:

@@ -1,4 +1,4 @@
-"""Caches degrees and relations of a graph, which DGL computes in every call."""
+"""Caches degrees and relations of a graph, because DGL computes them again in every call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALL = dgl.base.ALL
 
 
 def gspmm(original: Any, g: Any, op: str, reduce_op: str, lhs_data: Any, rhs_data: Any) -> Any:
-    """Replaces ``dgl.ops.gspmm`` for means, which DGL computes as sums and divides afterwards."""
+    """Replaces ``dgl.ops.gspmm`` for means. DGL computes a sum first, and then divides by the degrees."""
     if reduce_op == "mean" and g._graph.number_of_etypes() == 1:
         return operators.gspmm(g._graph, op, "mean", lhs_data, rhs_data)
     return original(g, op, reduce_op, lhs_data, rhs_data)
@@ -29,12 +29,12 @@ def get_relation_graph(original: Any, index: Any, etype: int) -> Any:
 
 
 def in_degrees(original: Any, graph: Any, v: Any = ALL, etype: Any = None) -> Any:
-    """Replaces ``DGLGraph.in_degrees``: degrees of all nodes of a graph on the GPU are cached there."""
+    """Replaces ``DGLGraph.in_degrees``: caches the degrees of all nodes of a graph on the GPU."""
     return _degrees(graph, etype, incoming=True) if _are_all(graph, v) else original(graph, v, etype)
 
 
 def out_degrees(original: Any, graph: Any, u: Any = ALL, etype: Any = None) -> Any:
-    """Replaces ``DGLGraph.out_degrees``, in the same way."""
+    """Replaces ``DGLGraph.out_degrees``: caches the degrees of all nodes of a graph on the GPU."""
     return _degrees(graph, etype, incoming=False) if _are_all(graph, u) else original(graph, u, etype)
 
 

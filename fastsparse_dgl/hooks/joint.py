@@ -1,4 +1,4 @@
-"""Graphs of several edge types: their relations, and one structure that joins all of them."""
+"""Makes the relations of graphs of several edge types, and one structure that contains all relations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _lock = ForkSafeLock()
 
 
 def relations(gidx: Any) -> list[tuple[int, tuple[int, int], Any]]:
-    """(number, node types of the ends, graph index) of every edge type; the index objects are cached."""
+    """Returns (number, node types of the ends, cached graph index) for every edge type."""
     meta = gidx.metagraph
     return [
         (number, meta.find_edge(number), relation(gidx, number)) for number in range(gidx.number_of_etypes())
@@ -30,7 +30,7 @@ def relation(gidx: Any, number: int) -> Any:
 
 
 def joint(gidx: Any, device: torch.device) -> Adjacency:
-    """One structure of all edge types, with the nodes and the edges of all types concatenated."""
+    """Returns one structure for all edge types; the nodes and the edges of all types are concatenated."""
     with _lock:
         kept = _joint.setdefault(gidx, {})
         if device not in kept:

@@ -22,14 +22,14 @@ from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import scatter
 
-#: Messages are computed for part of the edges at a time. This is the size in bytes of such a part.
+#: Messages are computed for a part of the edges at a time. The messages of a part have about this many bytes.
 _PART_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 #: Number of features per edge below which, on the CPU, `scatter` is faster than `spmm` for extrema of edges.
 _WIDE_EXTREMUM = 16
 
 
 def without_autocast(tensor: Tensor) -> Any:
-    """Context without autocast on the tensor's device, because operators cast their operands before."""
+    """Switches autocast off on the tensor's device, because operators cast their operands themselves."""
     kind = "cuda" if tensor.is_cuda else "cpu"
     return (
         torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
@@ -37,7 +37,7 @@ def without_autocast(tensor: Tensor) -> Any:
 
 
 def ends(adj: Adjacency, target: str) -> Tensor:
-    """The node at one end of every edge, (num_edges,) in edge order.
+    """Returns the node at one end of every edge, (num_edges,) in edge order.
 
     Args:
         adj: structure.
@@ -55,7 +55,7 @@ def ends(adj: Adjacency, target: str) -> Tensor:
 
 
 def in_edge_order(adj: Adjacency) -> Adjacency:
-    """The structure with every row's entries in the order of edge ids, which decides ties of extrema."""
+    """Returns the structure with the entries of a row sorted by edge id, which decides ties of extrema."""
     if adj.edge_id is None:
         return adj
 
@@ -75,17 +75,17 @@ def in_edge_order(adj: Adjacency) -> Adjacency:
 
 
 def at(adj: Adjacency, target: str) -> Adjacency:
-    """The structure whose rows are the nodes at one end of the edges."""
+    """Returns the structure whose rows are the nodes at one end of the edges."""
     return adj if target == "v" else adj.t()
 
 
 def to_edges(adj: Adjacency, x: Tensor, target: str) -> Tensor:
-    """Features of the node at one end of every edge, (num_edges, ...)."""
+    """Gathers the features of the node at one end of every edge, (num_edges, ...)."""
     return _ToEdges.apply(x, adj, target)
 
 
 def sum_edges(adj: Adjacency, e: Tensor, target: str) -> Tensor:
-    """Sums of the features of the edges that share an end, (num_nodes, ...)."""
+    """Sums the features of all edges that have the same node at one end, (num_nodes, ...)."""
     with without_autocast(e):
         return scatter(e, ends(adj, target), at(adj, target).num_dst)
 
@@ -109,13 +109,13 @@ def extremum_edges(adj: Adjacency, e: Tensor, reduce: Literal["max", "min"]) -> 
     rows = e.reshape(e.size(0), math.prod(e.shape[1:]))
     if e.is_cuda or rows.size(1) < _WIDE_EXTREMUM:
         return scatter(e, ends(adj, "v"), adj.num_dst, reduce)
-    # On the CPU, treat the edges as sources of a product: it stores 32-bit positions for the backward pass.
+    # On the CPU, treat edges as sources of a product, which stores 32-bit positions for the backward pass.
     out = spmm(in_edge_order(adj).incidence(), rows, reduce=reduce)
     return out.reshape(adj.num_dst, *e.shape[1:])
 
 
 def with_initial_values(adj: Adjacency, out: Tensor, reduce: str) -> Tensor:
-    """Extrema with DGL's initial values in rows without edges: -inf for ``"max"``, inf for ``"min"``.
+    """Fills rows without edges with DGL's initial values of extrema: -inf for ``"max"``, inf for ``"min"``.
 
     `update_all` and `multi_update_all` replace these values by 0 after the user's functions have seen them.
     """
@@ -129,7 +129,7 @@ def with_initial_values(adj: Adjacency, out: Tensor, reduce: str) -> Tensor:
 
 
 def aligned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
-    """Reshapes both to the same number of dimensions, at least two; also returns the broadcast feature shape.
+    """Reshapes two tensors to the same number of dimensions (at least 2); also returns the broadcast shape.
 
     Raises:
         ValueError: their feature shapes cannot be broadcast.
@@ -146,7 +146,7 @@ def aligned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
 
 
 def reduced(grad: Tensor, shape: Sequence[int]) -> Tensor:
-    """The gradient of a tensor that was broadcast from feature shape ``shape``: sums over repeated dims."""
+    """Returns the gradient of a tensor that was broadcast from feature shape ``shape``, by summation."""
     repeated = [
         dim for dim, (got, want) in enumerate(zip(grad.shape[1:], shape, strict=True), 1) if got != want
     ]
@@ -154,7 +154,7 @@ def reduced(grad: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Heads:
-    """Converts broadcast features and edge values to the form of the kernels: one edge value per head.
+    """Converts broadcast features and edge values to the kernels' form, with one edge value per head.
 
     Dimensions along which edge values differ come first and become heads; the others become the width.
 
@@ -195,8 +195,8 @@ def weighted(adj: Adjacency, x: Tensor, value: Tensor, reduce: Reduce) -> Tensor
 
     Args:
         adj: structure.
-        x: (num_src, ...).
-        value: (num_edges, ...).
+        x: source features, (num_src, ...).
+        value: edge features, (num_edges, ...).
         reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
     """
     shape = torch.broadcast_shapes(x.shape[1:], value.shape[1:])
@@ -209,13 +209,13 @@ def weighted(adj: Adjacency, x: Tensor, value: Tensor, reduce: Reduce) -> Tensor
 
 
 def extremum_of_sums(adj: Adjacency, x: Tensor, e: Tensor, minimum: bool) -> Tensor:
-    """Maxima or minima of ``x[source] + e``; both have the same number of dimensions."""
+    """Computes maxima or minima of ``x[source] + e``; ``x`` and ``e`` have as many dimensions."""
     plan = Heads(torch.broadcast_shapes(x.shape[1:], e.shape[1:]), e)
     return plan.unflat(core_extremum_of_sums(adj, plan.flat(x), e.reshape(e.size(0), plan.heads), minimum))
 
 
 def combine(adj: Adjacency, op: str, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
-    """``x op y`` for every edge, for ``"add"`` and ``"mul"``; both have the same number of dimensions.
+    """Computes ``x op y`` for every edge; ``x`` and ``y`` have the same number of dimensions.
 
     Args:
         adj: structure.
@@ -229,7 +229,7 @@ def combine(adj: Adjacency, op: str, x: Tensor, y: Tensor, x_at: str, y_at: str)
         both = x + y if op == "add" else x * y
         return both if x_at == "e" else to_edges(adj, both, x_at)
     if op == "mul" and "e" not in (x_at, y_at) and x.shape[1:] == y.shape[1:] and not x.is_cuda:
-        # Computed as dot products of width 1, whose gradients are sums that store no message per edge.
+        # Compute dot products of width 1, because their gradients are sums that store no message per edge.
         rows, columns = (x, y) if x_at == "v" else (y, x)
         if 0 < rows[:1].numel() <= MOST_HEADS and adj.num_edges == adj.num_values:
             products = sddmm(adj, rows.reshape(len(rows), -1, 1), columns.reshape(len(columns), -1, 1))
@@ -293,7 +293,7 @@ def _grad_of_operand(
 
 
 def dot(adj: Adjacency, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
-    """Sums of ``x * y`` over the last dimension for every edge, (num_edges, ..., 1)."""
+    """Sums ``x * y`` over the last dimension for every edge, (num_edges, ..., 1)."""
     if x_at == y_at:
         both = (x * y).sum(-1, keepdim=True)
         return both if x_at == "e" else to_edges(adj, both, x_at)

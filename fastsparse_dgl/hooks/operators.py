@@ -29,13 +29,13 @@ from fastsparse_dgl.hooks import messages, products
 from fastsparse_dgl.hooks.joint import joint, relations
 
 ALL = dgl.base.ALL
-#: The module with DGL's own operators, whose names are not replaced.
+#: The module with DGL's own operators. FastSparse replaces no names in this module, so it can call them.
 _dgl = importlib.import_module("dgl.backend.pytorch.sparse")
 _TARGETS = {"u": "u", "src": "u", "v": "v", "dst": "v", "e": "e", "edge": "e"}
 
 
 def structure(gidx: Any, *features: Tensor | None) -> Adjacency:
-    """The Adjacency of a graph index with one edge type, on the device of the features.
+    """Returns the Adjacency of a graph index with one edge type, on the device of the features.
 
     Raises:
         DGLError: features are not floating tensors of one dtype, or not on the device of the graph.
@@ -68,7 +68,7 @@ def _is_one_relation(gidx: Any, name: str) -> None:
 
 
 def _are_cpu_floats(*operands: Any) -> bool:
-    """Whether all operands are on the CPU and have one dtype that all versions of DGL support there."""
+    """True if all operands are on the CPU and have one dtype that all versions of DGL support on the CPU."""
     given = [it for it in operands if it is not None]
     return given[0].dtype in (torch.float32, torch.float64) and all(
         it.device.type == "cpu" and it.dtype == given[0].dtype for it in given
@@ -80,10 +80,10 @@ _WIDE_EDGE = 32
 
 
 def _dgl_combines_faster(op: str, x: Any, y: Any, targets: tuple[str, str]) -> bool:
-    """Whether DGL's CPU kernel is faster for a result per edge: for an operand per edge, or narrow operands.
+    """True if DGL's CPU kernel is faster for a result per edge: with edge features, or with narrow operands.
 
-    Extrema always use FastSparse's kernels. DGL's CPU kernels choose the last edge of equal ones and ignore
-    NaN, so results would depend on the size.
+    Extrema always use FastSparse's kernels. DGL's CPU kernels choose the last edge of several equal ones and
+    ignore NaN, so results would depend on the width.
     """
     if op in ("dot", "copy_lhs", "copy_rhs") or not _are_cpu_floats(x, y):
         return False
@@ -91,7 +91,7 @@ def _dgl_combines_faster(op: str, x: Any, y: Any, targets: tuple[str, str]) -> b
 
 
 def _cast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Casts as DGL does: to autocast's dtype on CUDA, and not at all on the CPU."""
+    """Casts operands to autocast's dtype on CUDA. On the CPU nothing is cast, as in DGL."""
     first = next((it for it in tensors if it is not None), None)
     if first is None or not first.is_cuda or not torch.is_autocast_enabled("cuda"):
         return list(tensors)
@@ -117,7 +117,7 @@ def _without_minus(op: str, rhs: Tensor) -> tuple[str, Tensor]:
 
 
 def gspmm(gidx: Any, op: str, reduce_op: Reduce, lhs_data: Any, rhs_data: Any) -> Tensor:
-    """Messages of ``u op e`` reduced by destination; ``reduce_op`` may be ``"mean"`` too."""
+    """Reduces the messages ``u op e`` by destination. Unlike in DGL, ``reduce_op`` may be ``"mean"``."""
     _is_one_relation(gidx, "gspmm")
     x, e = _cast(None if op == "copy_rhs" else lhs_data, None if op == "copy_lhs" else rhs_data)
     with _plain(x, e):
@@ -173,7 +173,7 @@ def _check_rows(name: str, x: Tensor, rows: int) -> None:
 def gsddmm(
     gidx: Any, op: str, lhs_data: Any, rhs_data: Any, lhs_target: str = "u", rhs_target: str = "v"
 ) -> Tensor:
-    """``lhs op rhs`` for every edge."""
+    """Computes ``lhs op rhs`` for every edge."""
     _is_one_relation(gidx, "gsddmm")
     targets = _TARGETS[lhs_target], _TARGETS[rhs_target]
     if _dgl_combines_faster(op, lhs_data, rhs_data, targets):
@@ -212,7 +212,7 @@ def _gsddmm(adj: Adjacency, op: str, x: Any, y: Any, x_at: str, y_at: str) -> Te
 
 
 def edge_softmax(gidx: Any, logits: Tensor, eids: Any = ALL, norm_by: str = "dst") -> Tensor:
-    """Softmax over the edges that share a destination, or a source."""
+    """Computes the softmax over the edges that have the same destination (or the same source)."""
     (score,) = _cast(logits)
     assert score is not None
     if not dgl.base.is_all(eids):
@@ -234,7 +234,7 @@ def _softmax(adj: Adjacency, score: Tensor) -> Tensor:
 
 
 def gspmm_hetero(g: Any, op: str, reduce_op: Reduce, lhs_len: int, *lhs_and_rhs: Any) -> tuple[Any, ...]:
-    """:func:`gspmm` over all edge types, reduced per destination type; None for types without edges."""
+    """Runs :func:`gspmm` for all edge types; reduces by destination type. None for types without edges."""
     lhs, rhs = lhs_and_rhs[:lhs_len], lhs_and_rhs[lhs_len:]
     out: list[Any] = [None] * g.number_of_ntypes()
     for number, (source, target), relation in relations(g):
@@ -258,7 +258,7 @@ def gspmm_hetero(g: Any, op: str, reduce_op: Reduce, lhs_len: int, *lhs_and_rhs:
 def gsddmm_hetero(
     g: Any, op: str, lhs_len: int, lhs_target: str = "u", rhs_target: str = "v", *lhs_and_rhs: Any
 ) -> tuple[Tensor, ...]:
-    """:func:`gsddmm` for every edge type."""
+    """Runs :func:`gsddmm` for every edge type."""
     lhs, rhs = lhs_and_rhs[:lhs_len], lhs_and_rhs[lhs_len:]
     x_at, y_at = _TARGETS[lhs_target], _TARGETS[rhs_target]
     out = []
@@ -271,7 +271,7 @@ def gsddmm_hetero(
 
 
 def edge_softmax_hetero(gidx: Any, eids: Any = ALL, norm_by: str = "dst", *logits: Any) -> tuple[Tensor, ...]:
-    """:func:`edge_softmax` over the edges of all types that share a destination, or a source."""
+    """Computes the softmax over edges of all types that have the same destination (or source)."""
     if not dgl.base.is_all(eids):
         gidx = gidx.edge_subgraph([eids], True).graph
     scores = _cast(*logits)
@@ -293,7 +293,7 @@ def edge_softmax_hetero(gidx: Any, eids: Any = ALL, norm_by: str = "dst", *logit
 
 
 def segment_reduce(op: Literal["sum", "max", "min"], x: Tensor, offsets: Tensor) -> Tensor:
-    """Sums, maxima or minima of consecutive rows."""
+    """Reduces consecutive rows of every segment: their sum, maximum or minimum."""
     (x,) = _cast(x)  # type: ignore[assignment]
     if offsets.dtype not in (torch.int32, torch.int64):
         raise DGLError(f"seglen: expected int32 or int64 lengths of segments, got {offsets.dtype}")
@@ -312,7 +312,7 @@ def segment_reduce(op: Literal["sum", "max", "min"], x: Tensor, offsets: Tensor)
 
 
 def scatter_add(x: Tensor, idx: Tensor, m: int) -> Tensor:
-    """Sums of the rows that have the same index."""
+    """Sums the rows that have the same index."""
     (x,) = _cast(x)  # type: ignore[assignment]
     with _plain(x):
         return scatter(x, idx, m)

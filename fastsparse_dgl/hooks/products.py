@@ -14,8 +14,8 @@ def segment_matmul(a: Tensor, b: Tensor, lengths: list[int]) -> Tensor:
     """Multiplies every segment of rows with its own matrix.
 
     Args:
-        a: (sum of lengths, K).
-        b: (segments, K, M).
+        a: rows, (sum of lengths, K).
+        b: one matrix per segment, (segments, K, M).
         lengths: number of rows of every segment.
     """
     return _SegmentMatmul.apply(a, b, lengths)
@@ -86,7 +86,7 @@ class _SegmentOuter(torch.autograd.Function):
 
 
 def _segments(lengths: list[int]) -> list[tuple[slice, int]]:
-    """(rows, number) of every segment that is not empty."""
+    """Yields (slice of the rows, number of the segment) for every segment that is not empty."""
     found, start = [], 0
     for number, length in enumerate(lengths):
         if length:

@@ -60,7 +60,7 @@ _ROWS: dict[Callable[..., Any], Callable[..., _Row | None]] = {
 
 
 def recorded(hook: Hook) -> Hook:
-    """If calls are being recorded, wraps the hook's function to record (and perhaps measure) its calls."""
+    """While calls are recorded, wraps the hook's function so that its calls are recorded (and measured)."""
     function = hook.function
     if not is_recording() or not isinstance(function, FunctionType):
         return hook

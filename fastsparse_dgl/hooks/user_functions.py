@@ -116,13 +116,13 @@ def _trace_of(function: Function, argument: Callable[[Any], Any], place: str) ->
         found.written = {name: each.node for name, each in batch.data.written.items()}
     except Untraceable as reason:
         found.reason = str(reason)
-    except Exception as error:  # symbols of the trace do not support all operations
+    except Exception as error:  # symbolic tracing does not support all operations, and may raise any error
         found.reason = f"cannot be traced ({(str(error).splitlines() or [type(error).__name__])[0][:60]})"
     return found
 
 
 def _trace_of_built_in(function: Any) -> _Trace:
-    """The trace of one of DGL's own message functions."""
+    """Makes the trace of one of DGL's own message functions."""
     name, is_copy = function.name, function.name.startswith("copy_")
     fields = (function.in_field,) if is_copy else (function.lhs_field, function.rhs_field)
     key = (name, function.out_field, *fields)
@@ -179,7 +179,7 @@ class _Edges:
         return self.special[name]
 
     def placed(self, name: str) -> tuple[Any, str]:
-        """A feature, and what its rows belong to: "dst", "src", "edge" or "".
+        """Returns a feature and the kind of its rows: "dst", "src", "edge" or "".
 
         Raises:
             KeyError: there is no feature of that name.
@@ -197,11 +197,11 @@ class _Edges:
         value = frame[name]
         if place == "node" or (value.dim() > 1 and value.is_floating_point()):
             return value, place
-        return gather(value, end), "edge"  # plans do not support integers or vectors of nodes
+        return gather(value, end), "edge"  # plans do not support node features of integers or without a width
 
 
 def _planned(call: str, g: Any, mfunc: Any, rfunc: Any) -> dict[str, Tensor] | None:
-    """The results of a call from a plan; None if DGL's code has to run."""
+    """Computes the results of a call by a plan; None if DGL's code has to run."""
     is_passing, core = call == "update_all", dgl.core
     num_edges = g._graph.number_of_edges(0)
     if num_edges < FEW_EDGES.get("cpu", 1) and not (is_passing and not core.is_builtin(rfunc)):
@@ -309,7 +309,7 @@ def _adjacency(index: Any, device: torch.device) -> Adjacency:
 
 
 def _kind_of(found: _Edges, traces: list[_Trace]) -> tuple[Any, ...]:
-    """A key of the features' properties that a plan depends on.
+    """Returns a key of the features' properties on which a plan depends.
 
     Raises:
         Untraceable: no plan supports the features.

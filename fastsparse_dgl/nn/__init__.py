@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 _classes = [globals()[name] for name in __all__]
-#: DGL's layer -> the drop-in that can replace it in a model: the classes whose last base is a layer of DGL.
-#: Other classes have no original, or the installed DGL does not have it.
+#: DGL's layer -> the drop-in that can replace it in a model. The last base of such a drop-in is DGL's layer.
+#: For the other classes, DGL or the installed version of DGL has no original.
 DROP_INS = {
     drop_in.__bases__[-1]: drop_in
     for drop_in in _classes

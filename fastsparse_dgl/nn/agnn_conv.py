@@ -49,12 +49,13 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, ..., F), float64, float32, float16 or bfloat16, or a pair of source and destination
-                features whose shapes differ only in the number of rows. The leading dimensions of one node's
-                features count as heads.
+            feat: node features (N, ..., F), float64, float32, float16 or bfloat16, or a pair of source and
+
+                destination features whose shapes differ only in the number of rows. Dimensions between the
+                nodes and the width F count as heads.
 
         Returns:
-            (number of destinations, ..., F).
+            Node features (number of destinations, ..., F).
 
         Raises:
             DGLError: sizes do not fit, or a node has no incoming edge.

@@ -20,7 +20,7 @@ _ZERO_IN_DEGREE = (
 
 
 def dropout_p(dropout: torch.nn.Dropout) -> float:
-    """The probability with which a dropout layer drops now: 0 in evaluation."""
+    """Returns the current probability of a dropout layer: 0 in evaluation mode."""
     return dropout.p if dropout.training else 0.0
 
 
@@ -55,7 +55,7 @@ class AggregationMixin:
     def _structure(
         self, graph: GraphLike, feat: Any, name: str = "feat"
     ) -> tuple[Adjacency, Tensor, Tensor | None]:
-        """The operands of a call: structure, source features, and destination features if ``feat`` is a pair.
+        """Returns structure, source features, and destination features (None if ``feat`` is no pair).
 
         The structure is on the device of the features and cached per graph.
 
@@ -98,11 +98,11 @@ class AggregationMixin:
         return adjacency, source, given
 
     def _destination(self, graph: GraphLike, adjacency: Adjacency, source: Tensor, feat: Any) -> Tensor:
-        """The destination features: the second of a pair, else the first rows of the source features.
+        """Returns the destination features: the second of a pair, else the first rows of the source's.
 
         Args:
-            graph: what the caller passed.
-            adjacency: its structure.
+            graph: the caller's graph.
+            adjacency: structure of the graph.
             source: source features, possibly after dropout.
             feat: destination features if the caller passed a pair, else None.
 
@@ -111,8 +111,8 @@ class AggregationMixin:
         """
         num_dst, num_src = adjacency.shape
         if feat is None:
-            # Only blocks promise that destinations are the first source nodes; an Adjacency of that shape is
-            # taken as one. For other bipartite graphs, DGL requires a pair.
+            # Only blocks guarantee that the destinations are the first source nodes. An Adjacency with fewer
+            # destinations than sources counts as a block. For other bipartite graphs, DGL requires a pair.
             if num_dst < num_src and (graph is adjacency or graph.is_block):
                 return source[:num_dst]
             feat = source
@@ -125,16 +125,16 @@ class AggregationMixin:
         return feat
 
     def _has_one_frame(self, graph: GraphLike) -> bool:
-        """Whether sources and destinations are the same nodes, whose data DGL keeps under the same names.
+        """True if sources and destinations are the same nodes, so DGL stores their data in the same frame.
 
-        If they are, the features that DGL's layer stores for the destinations overwrite those of the sources.
+        In that case, the features that DGL's layer stores for destinations overwrite the sources' features.
         """
         return not isinstance(graph, Adjacency) and not graph.is_unibipartite
 
     def _check_in_degree(self, adjacency: Adjacency) -> None:
-        """DGL's error for nodes that receive nothing; reads from the device once per structure.
+        """Raises DGL's error for nodes without incoming edges. Reads from the device once per structure.
 
-        A padded graph of a captured step is not checked: the calls before the recording were.
+        A padded graph of a captured step is not checked, because calls before the recording were checked.
         """
         if not adjacency.is_padded and adjacency.has_empty_rows():
             raise DGLError(_ZERO_IN_DEGREE)
@@ -156,11 +156,11 @@ class AggregationMixin:
         Args:
             adjacency: structure.
             feat: source features (num_src, ...).
-            edge_weight: (E,), (E, 1) or (E, ...) broadcastable against one node's features; None: 1.
+            edge_weight: (E,), (E, 1), or (E, ...) that broadcasts against one node's features; None: all 1.
             reduce: ``"sum"``, ``"mean"`` or ``"max"``.
-            scale_dst: constant factor per destination.
-            scale_src: constant factor per source.
-            bias: added to the last dimension.
+            scale_dst: constant factor per destination, (num_dst,), or None.
+            scale_src: constant factor per source, (num_src,), or None.
+            bias: bias that is added along the last dimension, or None.
             relu: whether negative results become 0.
 
         Returns:
@@ -169,8 +169,8 @@ class AggregationMixin:
         value = None
         if edge_weight is not None:
             feat, value = _broadcast_edge_weight(adjacency, feat, edge_weight)
-        # The operator adds a bias to the flattened features, which is the last dimension only for 2-D
-        # features.
+        # The operator adds a bias to the flattened features. A bias along the last dimension is the same only
+        # for 2-D features.
         unfused_bias = None
         if bias is not None and not (feat.dim() == 2 and feat.shape[1] == bias.shape[0]):
             bias, unfused_bias = None, bias
@@ -191,7 +191,7 @@ class AggregationMixin:
 
 
 def _broadcast_edge_weight(adjacency: Adjacency, feat: Tensor, edge_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Features and edge values for ``spmm`` such that their product broadcasts as DGL's ``u_mul_e`` does.
+    """Returns features and edge values whose product by ``spmm`` broadcasts as DGL's ``u_mul_e`` does.
 
     DGL aligns the trailing dimensions of one node's features and one edge's weight on the right. ``spmm``
     takes one value per edge and head, where heads are equal blocks of the flattened features. So weights that
@@ -231,7 +231,7 @@ def _broadcast_edge_weight(adjacency: Adjacency, feat: Tensor, edge_weight: Tens
 
 
 def edge_factor(adjacency: Adjacency, like: Tensor, edge_weight: Tensor) -> Tensor:
-    """One factor per edge, or one for all, (E, 1) or (1, 1), which multiplies the attention (E, H).
+    """Returns a factor of the attention (E, H): one per edge, (E, 1), or one for all edges, (1, 1).
 
     Raises:
         DGLError: ``edge_weight`` is not a tensor, is on another device, or has neither one value per edge nor

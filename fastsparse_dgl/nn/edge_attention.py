@@ -28,7 +28,7 @@ from fastsparse_dgl.nn.base import (
 
 
 def _on_edges(adjacency: Adjacency, x_src: Tensor, x_dst: Tensor) -> Tensor:
-    """``x_src_j + x_dst_i`` of every edge, (E, D), in the order of the edge ids."""
+    """Computes ``x_src_j + x_dst_i`` for every edge, (E, D), in the order of the edge ids."""
     edges = edge_ends(adjacency)
     ends = EdgeEnd(adjacency, edges, 0, False), EdgeEnd(adjacency, edges, 1, True)
     if x_src.requires_grad == x_dst.requires_grad:
@@ -140,7 +140,7 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
             total = scatter(messages.flatten(1).to(x_src.dtype), target, adjacency.num_dst)
             out = spmm(adjacency, x_src, alpha) + total
         else:
-            # Without queries the scores are the bias alone.
+            # With queries of 0, the scores are only the bias.
             query = x_src.new_zeros(adjacency.num_dst, x_src.size(1))
             edges: Any = {"edge_attr": edge_feat, "edge_weight": weight}
             out = attention(adjacency, query, x_src, x_src, 1.0, score, p, heads=heads[0], **edges)
@@ -160,7 +160,7 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
     def _as_one_node(
         self, adjacency: Adjacency, source: Tensor, edge_feat: Tensor, p: float
     ) -> Tensor | None:
-        """The layer as one node of autograd's graph; None if it must run operator by operator."""
+        """Computes the layer as one autograd node; None if several operators have to compute the layer."""
         lin = self.fc_edge
         if edge_feat.is_cuda or is_any_autocast_enabled() or not is_plain_linear(lin):
             return None

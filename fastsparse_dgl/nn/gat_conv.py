@@ -127,7 +127,7 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         return out, weight.to(source.dtype).reshape(adjacency.num_values, *score_src.shape[1:], 1)
 
     def _as_one_node(self, adjacency: Adjacency, source: Tensor, p: float) -> Tensor | None:
-        """The layer as one node of autograd's graph; None if it must run operator by operator."""
+        """Computes the layer as one autograd node; None if several operators have to compute the layer."""
         vectors, heads = (self.attn_l, self.attn_r), self._num_heads
         options = {"heads": heads, "scale": self.leaky_relu.negative_slope, "dropout_p": p}
         out = attention_layer(ADDITIVE, adjacency, source, (self.fc,), vectors, self.bias, **options)

@@ -1,4 +1,4 @@
-"""Gated graph convolution whose edges have a state."""
+"""Gated graph convolution that updates node features and edge features."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         return out, weight.to(source.dtype).reshape(adjacency.num_values, *between, heads[0], 1)
 
     def _as_one_node(self, adjacency: Adjacency, source: Tensor, p: float) -> Tensor | None:
-        """The layer as one node of autograd's graph; None if it must run operator by operator."""
+        """Computes the layer as one autograd node; None if several operators have to compute the layer."""
         maps = (self.fc_src,) if self.share_weights else (self.fc_src, self.fc_dst)
         options = {"heads": self._num_heads, "scale": self.leaky_relu.negative_slope, "dropout_p": p}
         out = attention_layer(GATV2, adjacency, source, maps, (self.attn,), None, **options)

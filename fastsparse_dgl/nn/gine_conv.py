@@ -72,7 +72,7 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
             and can_pass_messages(adjacency, source, edge_feat, self.eps)
         ):
             out = gine_layer(adjacency, source, edge_feat, None, None, eps)
-            if eps is None:  # `eps` is a parameter, not a buffer
+            if eps is None:  # then `eps` is a parameter, not a buffer
                 out = torch.addcmul(out, 1 + self.eps, source)
         else:
             out = torch.addcmul(_sum_of_messages(adjacency, source, edge_feat), 1 + self.eps, destination)
@@ -80,7 +80,7 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
 
 
 def _sum_of_messages(adjacency: Adjacency, source: Tensor, edge_feat: Any) -> Tensor:
-    """GINE's sum of messages, (num_dst, ...), with node and edge features broadcast as in DGL."""
+    """Computes GINE's sum of messages, (num_dst, ...); node and edge features broadcast as in DGL."""
     if not isinstance(edge_feat, Tensor):
         raise DGLError(f"edge_feat: expected a tensor, got {type(edge_feat).__name__}")
     if edge_feat.dim() == 0 or edge_feat.size(0) != adjacency.num_values:

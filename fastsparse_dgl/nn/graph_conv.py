@@ -95,8 +95,8 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
 
         scales = self._scales(adjacency, source)
         relu = self._activation in (torch.relu, torch.nn.functional.relu)
-        # The same order of aggregation and product as in DGL. It decides how edge weights are broadcast, and
-        # which tensors may be written in place.
+        # Aggregation and product have the same order as in DGL. The order decides how edge weights are
+        # broadcast, and which tensors may be written in place.
         aggregate_first = self._in_feats <= self._out_feats
         out = None
         if edge_weight is None and may_be_one_node(source):
@@ -122,7 +122,7 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         return out if self._activation is None else self._activation(out)
 
     def _scales(self, adjacency: Adjacency, source: Tensor) -> dict[str, Any]:
-        """The normalisation, as arguments of the aggregation; cached with the structure."""
+        """Returns the normalisation as arguments of the aggregation; the factors are cached."""
         key = ("DGL GraphConv", self._norm, source.dtype)
         found: dict[str, Any] | None = adjacency.plans.get(key)
         if found is None:
@@ -134,5 +134,5 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         return found
 
 
-#: The name that users of other frameworks look for.
+#: Alias, because the layer is called GCNConv in other frameworks.
 FastGCNConv = FastGraphConv

@@ -58,7 +58,7 @@ class FastHeteroGraphConv(dgl.nn.pytorch.HeteroGraphConv):
 
 
 class _Relations:
-    """A graph whose slices ``graph[edge type]`` have the same handle every time, for the cache."""
+    """A graph whose slices ``graph[edge type]`` always have the same handle, so the cache finds them."""
 
     def __init__(self, graph: GraphLike) -> None:
         self._whole = graph

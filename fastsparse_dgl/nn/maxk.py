@@ -30,7 +30,7 @@ def _activation(k: int, in_feats: int | tuple[int, int]) -> MaxK:
 
 
 def _dense(feat: Any, activation: MaxK) -> Any:
-    """MaxK of features as a dense tensor. MaxK has been applied to CBSR features already."""
+    """Returns MaxK of the features as a dense tensor. CBSR features are only converted to a dense tensor."""
     if isinstance(feat, tuple):
         return tuple(_dense(part, activation) for part in feat)
     if isinstance(feat, CBSR):
@@ -39,7 +39,7 @@ def _dense(feat: Any, activation: MaxK) -> Any:
 
 
 def _compressed(feat: Any, activation: MaxK) -> CBSR | None:
-    """MaxK of the source features in CBSR; None if they are not a matrix, or if dense rows are faster."""
+    """Returns MaxK of the source features as CBSR; None if they are no matrix, or dense rows are faster."""
     source = feat[0] if isinstance(feat, tuple) and len(feat) == 2 else feat
     if isinstance(source, CBSR):
         return None if densifies(source.values, source.values.size(1), source.width) else source
@@ -49,7 +49,7 @@ def _compressed(feat: Any, activation: MaxK) -> CBSR | None:
 
 
 def _one_value(edge_weight: Tensor | None, adjacency: Adjacency) -> bool:
-    """Whether there is at most one weight per edge."""
+    """True if there is at most one weight per edge."""
     return edge_weight is None or (
         isinstance(edge_weight, Tensor)
         and edge_weight.dim() in (1, 2)
@@ -250,14 +250,14 @@ class FastMaxKSAGEConv(FastSAGEConv):
         bias: Tensor | None = None,
         root_weight: Tensor | None = None,
     ) -> Tensor:
-        """The mean over neighbours, transformed by ``fc_neigh``; used if `_is_one_map` is true."""
+        """Computes the mean over neighbours, transformed by ``fc_neigh``; needs `_is_one_map`."""
         weight, recompute = self.fc_neigh.weight, self.recompute
         return maxk_linear(
             adjacency, cbsr, weight, bias, root_weight, value, "mean", out_by_in=True, recompute=recompute
         )
 
     def _is_one_map(self, adjacency: Adjacency, cbsr: CBSR, own: nn.Linear | None = None) -> bool:
-        """Whether one operator can compute the mean together with ``fc_neigh`` (and ``own``, if given)."""
+        """True if one operator can compute the mean together with ``fc_neigh`` (and ``own``, if given)."""
         neigh = self.fc_neigh
         return (
             (own is None or is_plain_linear(own))

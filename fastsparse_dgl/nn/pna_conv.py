@@ -129,7 +129,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         return mixed + node_feat if self.residual else mixed
 
     def _factors(self, adjacency: Adjacency, dtype: torch.dtype) -> list[Tensor | None]:
-        """For every scaler, the factor of each node's aggregations; None: 1."""
+        """Returns the factors of the nodes' aggregations for every scaler; None if they are 1."""
         dtype = ACCUMULATION_DTYPE[dtype]
 
         def of_degree() -> Tensor:
@@ -147,7 +147,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         return factors
 
     def _graph_norm(self, graph: GraphLike, adjacency: Adjacency, like: Tensor) -> Tensor | float:
-        """1 / sqrt(number of nodes) of every node's graph, (N, 1); one number if there is one graph."""
+        """Returns 1 / sqrt(nodes of the graph) for every node, (N, 1); a number if there is one graph."""
         if isinstance(graph, Adjacency) or graph.batch_size == 1:
             return float(max(adjacency.num_dst, 1)) ** -0.5
 
@@ -157,7 +157,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
 
 
 def why_no_kernel(layer: Any) -> Reason | None:
-    """Why a PNA layer always runs DGL's own code; None if it does not."""
+    """Returns why a PNA layer always runs DGL's own code; None if it does not."""
     first = layer.towers[0]
     names = list(first.aggregators)
     if not names or not set(names) <= set(AGGREGATIONS) or len(set(names)) < len(names):

@@ -101,13 +101,13 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
 
     @property
     def _transform_first(self) -> bool:
-        """Whether to transform before aggregating: DGL's rule, which aggregates the narrower features."""
+        """True if the linear map comes before the aggregation. As in DGL, narrower features are gathered."""
         return self._in_src_feats > self._out_feats
 
     def _in_one_step(
         self, adjacency: Adjacency, source: Tensor, destination: Tensor, edge_weight: Tensor | None
     ) -> Tensor | None:
-        """The mean layer as one operator; None if the operator does not support the call."""
+        """Computes the mean layer with one operator; None if the operator does not support the call."""
         own, neigh = self.fc_self, self.fc_neigh
         if (
             self._aggre_type == "mean"
@@ -140,7 +140,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
             neighbours = self._aggregate(adjacency, source, edge_weight, "mean")
         if is_plain_linear(self.fc_self):
             return add_linear(out, (neighbours,), (self.fc_neigh,))
-        return out + self.fc_neigh(neighbours)  # not in place: a hook may have stored `out`
+        return out + self.fc_neigh(neighbours)  # not in place, because a hook may have stored `out`
 
     def _gcn(
         self,
@@ -150,11 +150,11 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
         given: Tensor | None,
         edge_weight: Tensor | None,
     ) -> Tensor:
-        """The mean over a node and its neighbours, transformed, plus the bias.
+        """Computes the mean over a node and its neighbours, its linear map, and the bias.
 
         Args:
-            graph: what the caller passed.
-            adjacency: its structure.
+            graph: the caller's graph.
+            adjacency: structure of the graph.
             source: source features.
             given: destination features if the caller passed a pair, else None.
             edge_weight: see :meth:`forward`.

@@ -27,10 +27,10 @@ __all__ = ["install", "uninstall"]
 
 _logger = logging.getLogger("fastsparse_pyg")
 _MODULES: dict[str, ModuleType] = {"torch_scatter": torch_scatter, "torch_sparse": torch_sparse}
-#: Replaced attributes and added modules, which :func:`uninstall` undoes.
+#: Replaced attributes, and names of added modules. :func:`uninstall` undoes both.
 _changes: list[replacement.Change] = []
 _added: list[str] = []
-#: Our module -> the submodules of torch_scatter and torch_sparse that it replaces.
+#: Package -> {FastSparse's module: names of the package's submodules that the module provides}.
 _PARTS = {
     "torch_scatter": {
         "composite": "composite composite.logsumexp composite.softmax composite.std",
@@ -60,8 +60,9 @@ def install() -> dict[str, bool]:
     (``torch_geometric.typing.WITH_TORCH_SPARSE`` and ``WITH_TORCH_SCATTER``) and replaces the placeholder for
     ``SparseTensor`` in PyG's modules. Call it before your own code imports ``SparseTensor`` from
     ``torch_geometric.typing``: a name that your modules imported earlier is not replaced.
-    ``torch.jit.script`` does not know these classes, so script PyG's layers in a process without them. An
-    installed package is never replaced, even if it is broken. A second call changes nothing.
+    ``torch.jit.script`` cannot compile the classes of these modules, so script PyG's layers in a process that
+    did not call this function. An installed package is never replaced, even if it is broken. A second call
+    changes nothing.
 
     Returns:
         For each of the two names, whether FastSparse provides the module.

@@ -15,7 +15,7 @@ from fastsparse_pyg.compat.torch_sparse.products import multiply
 
 
 def provide() -> None:
-    """Adds products and pointer conversions. Every other operator raises an error that names the operator."""
+    """Adds sparse products and conversions of pointers. Other operators raise an error with their name."""
     namespace = torch.ops.torch_sparse
     provided: dict[str, Callable[..., Any]] = {
         "spmm_sum": _spmm_sum,

@@ -19,7 +19,7 @@ __all__ = ["disable", "enable", "is_enabled"]
 #: The parts that can be enabled.
 PARTS = tuple(part for part in replacement.PARTS if part != "dgl")
 
-#: Packages that `fastsparse_pyg.compat` replaces if they are missing.
+#: Packages for which `fastsparse_pyg.compat` has modules of the same name, in case they are not installed.
 _MISSING = ("torch_scatter", "torch_sparse")
 
 _lock = ForkSafeLock()
@@ -134,7 +134,7 @@ def _stand_in() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether :func:`enable` is active.
+    """True if :func:`enable` is active.
 
     Returns:
         True between :func:`enable` and :func:`disable`.

@@ -1,8 +1,7 @@
 """Replacements of functions in `torch_geometric.utils` that reduce rows by an index.
 
-They use the core's segment operators. The first argument of each replacement is PyG's function. PyG's
-function runs if the operators would be slower, do not support the arguments, or raise an error. So errors are
-PyG's.
+They use the core's segment operators. The first argument of each replacement is PyG's function, which runs if
+the operators would be slower, do not support the arguments, or raise an error. So users see PyG's errors.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ _REDUCTIONS = {
 #: new index, softmax is 1.5 times and max 3.6 times faster than PyTorch's, but sums take a third longer
 #: (10,000 rows of 16 features).
 _PAY_WHEN_NEW = ("min", "max", "softmax")
-#: Below this number of rows, sums and means keep PyTorch's operators, because launch overhead decides their
-#: time and PyTorch's is smaller. For pools of 169,000 rows, 64 features wide, forward and backward,
+#: Below this number of rows on a GPU, sums and means run PyTorch's operators, because launch overhead decides
+#: the time, and PyTorch's is smaller. For pools of 169,000 rows, 64 features wide, forward and backward,
 #: FastSparse took 1.25 to 1.75 times as long as PyTorch (H100, record `enabled`).
 _FEW_SUMS_ON_GPU = 262_144
 _NEW = "the index is new"
@@ -54,7 +53,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def _few(index: Tensor) -> int:
-    """Number of rows below which PyG's own function is faster."""
+    """Returns the number of rows below which PyG's own function is faster on the index's device."""
     return FEW_EDGES_ON_GPU if index.is_cuda else FEW_EDGES
 
 
@@ -183,7 +182,7 @@ def spmm(original: _Original, src: Any, other: Tensor, reduce: str = "sum") -> T
 
 
 def _served(name: str, call: Callable[[], Any]) -> Any:
-    """The operator's result; None if it raises, so that PyG's code runs and raises its own error."""
+    """Returns the operator's result; None if the operator raises, so that PyG's code raises its own error."""
     try:
         out = call()
     except (TypeError, ValueError) as error:
@@ -194,7 +193,7 @@ def _served(name: str, call: Callable[[], Any]) -> Any:
 
 
 def _why_not(src: Any, index: Any, dim: int) -> str:
-    """Why PyG's own code has to reduce these rows, or is faster; "" if the operators can be used."""
+    """Returns why PyG's own code has to reduce these rows, or is faster; "" if the operators run."""
     if _is_compiling() or _is_tracing():
         return "a trace"
     if type(index) is not Tensor or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
@@ -210,7 +209,7 @@ def _why_no_segments(src: Any, ptr: Any, dim: int) -> str:
     if type(ptr) is not Tensor or ptr.dim() != 1 or ptr.dtype not in (torch.int64, torch.int32):
         return "pointers that are not one plain tensor"
     if ptr.is_inference() or not ptr.numel():
-        return "pointers of inference mode, or none"
+        return "empty pointers, or pointers made in inference mode"
     if isinstance(src, Tensor) and src.dim() and src.size(0) < _few(ptr):
         return f"fewer than {_few(ptr):,} rows: PyG is faster there"
     return _why_no_rows(src, dim, None, ptr.device)
@@ -230,7 +229,7 @@ def _why_no_rows(src: Any, dim: int, rows: int | None, device: torch.device) -> 
 
 
 def _why_slower(src: Tensor, index: Tensor, how: str) -> str:
-    """Why PyTorch's reduction takes less time; "" if it does not.
+    """Returns why PyTorch's reduction is faster than FastSparse's; "" if it is not.
 
     Without a gradient, PyTorch's max and min read the rows in order. FastSparse reads them in the order of
     the sorted index, which takes up to 1.6 times as long on a CPU.
@@ -245,9 +244,9 @@ def _why_slower(src: Tensor, index: Tensor, how: str) -> str:
 
 
 def _why_new(index: Tensor, how: str) -> str:
-    """A reason if an index is used for the first time and sorting it costs more than it saves; else ""."""
+    """Returns a reason if an index is new and sorting it costs more time than it saves; otherwise ""."""
     if how in _PAY_WHEN_NEW and index.is_cpu:
         return ""
     if index.is_inference():
-        return "an index of inference mode"
+        return "an index made in inference mode"
     return "" if is_kept(index) or _met.count(index.untyped_storage()) > 1 else _NEW

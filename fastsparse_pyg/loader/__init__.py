@@ -1,4 +1,4 @@
-"""Drop-ins for PyG's loaders: mini-batches of sampled neighbours, and of whole graphs."""
+"""Drop-ins for PyG's loaders, which make mini-batches of sampled neighbours or of whole graphs."""
 
 from fastsparse_pyg.loader.data_loader import DataLoader
 from fastsparse_pyg.loader.link_neighbor_loader import LinkNeighborLoader

@@ -1,4 +1,4 @@
-"""Checks of the loaders' arguments. Errors of PyG and of the core would not name the user's argument."""
+"""Checks the loaders' arguments, because errors of PyG and of the core do not name the user's argument."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def checked_num_nodes(count: Any, name: str) -> int:
     """Checks the number of nodes of the data.
 
     Args:
-        count: the number.
-        name: the user's expression for the number, such as ``data.num_nodes``, for messages.
+        count: the number of nodes.
+        name: the user's expression for the number, such as ``data.num_nodes``, for error messages.
 
     Raises:
         ValueError: the number is unknown or negative.
@@ -37,7 +37,7 @@ def checked_num_nodes(count: Any, name: str) -> int:
 
 
 def checked_num_neighbors(given: Any, edge_types: list[EdgeType] | None) -> Any:
-    """Fan-outs for the core: a list, or a dict by edge type if the graph has types.
+    """Converts fan-outs to the core's form: a list, or a dict by edge type if the graph has types.
 
     Args:
         given: the user's `num_neighbors`.
@@ -45,7 +45,8 @@ def checked_num_neighbors(given: Any, edge_types: list[EdgeType] | None) -> Any:
 
     Raises:
         TypeError: `given` is not a list of ints or a dict of lists.
-        ValueError: the fan-outs are empty, name an edge type that is not in the graph, or omit one that is.
+        ValueError: the fan-outs are empty, contain an edge type that is not in the graph, or lack an edge
+            type of the graph.
     """
     default = None
     values = given
@@ -71,7 +72,7 @@ def checked_num_neighbors(given: Any, edge_types: list[EdgeType] | None) -> Any:
 
 
 def checked_input_nodes(given: Any, num_nodes: NumNodes, is_data: bool) -> Any:
-    """Seeds in the form that PyG accepts: a tensor of ids or a mask, with the node type if there are types.
+    """Converts seeds to PyG's form: a tensor of ids or a mask, with the node type if the graph has types.
 
     Args:
         given: the user's `input_nodes`.
@@ -103,7 +104,7 @@ def checked_input_nodes(given: Any, num_nodes: NumNodes, is_data: bool) -> Any:
 
 
 def checked_links(given: Any, data: Any, num_nodes: NumNodes) -> Any:
-    """Links in the form that PyG accepts: a tensor (2, num_links), with the edge type if there are types.
+    """Converts links to PyG's form: a tensor (2, num_links), with the edge type if the graph has types.
 
     Args:
         given: the user's `edge_label_index`.

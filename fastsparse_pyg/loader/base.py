@@ -46,12 +46,12 @@ class Script:
 
 
 def follows_script(device: torch.device | str | int | None) -> bool:
-    """Whether a loader with this `device` argument may move to the GPU when an epoch begins."""
+    """True if a loader with this `device` argument may move to the GPU when an epoch begins."""
     return device is None and Script.decides
 
 
 def choose_device(data: Any, device: torch.device | str | int | None) -> torch.device:
-    """Device for sampling: the given one, else the GPU of the data, else the current GPU, else the CPU."""
+    """Returns the device that samples: `device` if given, else the data's GPU, the current GPU or the CPU."""
     if device is not None:
         return usable_device(device)
     if isinstance(data, (Data, HeteroData)):
@@ -77,7 +77,7 @@ def make_sampler(
     subgraph_type: Any,
     **options: Any,
 ) -> Any:
-    """The sampler of a loader; None if PyG has to make its own, after a warning."""
+    """Makes the sampler of a loader. Warns and returns None if PyG has to make its own sampler."""
     message = "the loader falls back to PyG's sampler"
     if given is not None:
         info_once(logger, f"{message}: `neighbor_sampler` was given")
@@ -147,7 +147,7 @@ class LoaderMixin:
         raise NotImplementedError
 
     def __call__(self, index: Any) -> Any:
-        """The batch of the inputs at these positions."""
+        """Makes the batch for the seeds at these positions."""
         if self._sampler is None:
             return super().__call__(index)  # type: ignore[misc]
         return self._end(self._begin(index))
@@ -181,12 +181,12 @@ class LoaderMixin:
 
 
 def _base_of(kind: type) -> Any:
-    """PyG's loader class that a loader class is derived from."""
+    """Returns the PyG class from which a loader class is derived."""
     return kind.__mro__[kind.__mro__.index(LoaderMixin) + 1]
 
 
 def as_index(index: Any, device: torch.device) -> Tensor:
-    """Positions as a tensor on the device."""
+    """Converts positions to a tensor on the device."""
     if not isinstance(index, Tensor):
         index = torch.tensor(index, dtype=torch.int64)
     return index.to(device, non_blocking=True)

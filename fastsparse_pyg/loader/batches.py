@@ -95,7 +95,7 @@ def keep_rows(data: Data | HeteroData, nodes: dict[str, Tensor], device: torch.d
 
     Args:
         data: the graph.
-        nodes: ids of the nodes whose rows are copied, by node type; "" is the type of `Data`.
+        nodes: ids of the nodes whose rows are copied, by node type; for `Data` the node type is "".
         device: the GPU.
     """
     for name, rows in nodes.items():

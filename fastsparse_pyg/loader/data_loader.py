@@ -49,10 +49,12 @@ class DataLoader(PygDataLoader):
 
     Storing takes as much memory as the graphs, except for an `InMemoryDataset` on the CPU, whose storage is
     read in place, also from a mapped file. If a copy would take more than half of the free host memory, PyG's
-    code makes the batches. At the beginning of every epoch the loader checks the dataset, and stores changed
-    graphs again. It always detects a replaced graph or attribute. For in-place writes, it checks tensors for
-    at most 2 % of the time since the last epoch began, but at least 1,024 of them; the next epoch checks the
-    next ones. In a large dataset it may therefore detect a write some epochs later.
+    code makes the batches.
+
+    At the beginning of every epoch the loader checks the dataset, and stores changed graphs again. It always
+    detects a replaced graph or attribute. To find in-place writes, it checks at least 1,024 tensors, and
+    stops after 2 % of the time since the last epoch began; the next epoch continues with the next tensors. In
+    a large dataset the loader may therefore detect a write some epochs later.
 
     Args:
         dataset: as in PyG.
@@ -169,7 +171,7 @@ class DataLoader(PygDataLoader):
 
 
 def _collation_of(loader: PygDataLoader) -> tuple[Any, ...]:
-    """The `collate_fn` of a loader, as a value to compare."""
+    """Returns the `collate_fn` of a loader in a form that can be compared."""
     collate = loader.collate_fn
     options = (getattr(collate, name, None) for name in ("follow_batch", "exclude_keys"))
     return (collate, *(tuple(names or ()) for names in options))
@@ -193,7 +195,7 @@ def _moved(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 class _Source:
-    """The graphs that a dataset is based on, and the selected ones.
+    """The dataset that stores a loader's graphs, and the graphs that the loader selects from it.
 
     Args:
         dataset: the loader's dataset.
@@ -207,7 +209,7 @@ class _Source:
         self._outline = _outline(dataset)
 
     def is_like(self, other: _Source) -> bool:
-        """Whether both datasets consist of the same objects and positions."""
+        """True if both datasets consist of the same objects and positions."""
         return same_outline(self._outline, other._outline)
 
     @cached_property
@@ -216,14 +218,14 @@ class _Source:
 
     @cached_property
     def graph_at(self) -> Tensor | None:
-        """Number of the stored graph for every position, int64; None if position and number are equal."""
+        """Index of the stored graph for every position of the dataset, int64; None if they are the same."""
         root, indices = self._parts[0]
         if len(self._parts) > 1 or indices is None or not isinstance(root, InMemoryDataset):
             return None
         return torch.tensor(indices, dtype=torch.int64, device="cpu")
 
     def example(self) -> Any:
-        """A graph, or all graphs collated, to find the device of the data; None if the dataset is empty."""
+        """Returns a graph, or all graphs collated, to find the data's device; None for an empty dataset."""
         for root, _ in self._parts:
             if isinstance(root, InMemoryDataset):
                 return root._data
@@ -248,7 +250,7 @@ class _Source:
 
 
 class _InMemory(Sequence[Any]):
-    """All graphs of an in-memory dataset, each made at access."""
+    """All graphs of an in-memory dataset; each graph is made when it is accessed."""
 
     def __init__(self, dataset: InMemoryDataset) -> None:
         self._dataset, self._length = dataset, dataset.len()
@@ -262,7 +264,7 @@ class _InMemory(Sequence[Any]):
         return self._dataset.get(nth)
 
 
-#: Datasets in memory, each with the selected positions; None: all positions.
+#: Pairs of a dataset in memory and the selected positions (None: all positions).
 _Parts = list[tuple[Any, list[int] | None]]
 
 
@@ -292,7 +294,7 @@ def _outline(dataset: Any) -> Outline:
     return objects, [] if dataset._indices is None else [_as_list(dataset._indices)]
 
 
-#: Methods by which PyG's in-memory datasets are read; a class that overrides one is not stored.
+#: Methods by which PyG reads in-memory datasets. Datasets that override one of them are not stored.
 _READING = (
     ("get", InMemoryDataset),
     ("len", InMemoryDataset),
@@ -303,7 +305,7 @@ _READING = (
 
 
 def _parts_of(dataset: Any) -> _Parts:
-    """The parts of a dataset for which `_outline` raised no error."""
+    """Returns the parts of a dataset for which `_outline` raised no error."""
     if type(dataset) is Subset:
         return _chosen(_parts_of(dataset.dataset), _as_list(dataset.indices))
     if type(dataset) is ConcatDataset:
@@ -340,7 +342,7 @@ def _collated(dataset: InMemoryDataset) -> tuple[Any, Any] | None:
 
 
 def _is_of(graph: Any, dataset: InMemoryDataset) -> bool:
-    """Whether a graph in the dataset's `_data_list` is a view of the dataset's collated storage."""
+    """True if a graph in the dataset's `_data_list` is a view of the dataset's collated storage."""
     if graph is None:
         return True
     if len(graph.stores) != len(dataset._data.stores):

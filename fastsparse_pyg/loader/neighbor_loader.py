@@ -26,10 +26,10 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
     ``batch_size``, ``input_id``, ``num_sampled_nodes``, ``num_sampled_edges``, ...). Their edges are sorted
     by destination, and drop-in layers reuse the sampler's structure.
 
-    If there is a GPU, the loader samples and gathers there, on a separate stream, two batches ahead, and the
-    batches are on the GPU. Features that take more than half of its free memory stay on the host, and only
-    the rows of a batch are sent. ``num_workers`` and related arguments are ignored. Without a GPU, the loader
-    samples in C++ threads, or in worker processes if ``num_workers`` is given.
+    If there is a GPU, the loader samples and gathers on the GPU, on a separate stream, two batches ahead, and
+    the batches are on the GPU. Features that take more than half of the free GPU memory stay on the host, and
+    only the rows of a batch are copied to the GPU. ``num_workers`` and related arguments are ignored. Without
+    a GPU, the loader samples in C++ threads, or in worker processes if ``num_workers`` is given.
 
     PyG's own sampler, which needs pyg-lib or torch-sparse, runs for ``time_attr``, your own
     ``neighbor_sampler``, and graphs stored as ``adj_t``.
@@ -40,8 +40,8 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
         num_neighbors: number of neighbours per hop, -1 for all; or a dict of such lists by edge type.
         input_nodes: indices or mask of the seeds; for heterogeneous graphs ``(node type, indices)``. None:
             all nodes.
-        device: where to sample, and the device of the batches; None: the GPU that the data is on; otherwise
-            the GPU if there is one.
+        device: device that samples, and device of the batches. None: the GPU that the data is on; otherwise
+            the current GPU if there is one, or the CPU.
         gpu_cache: number of nodes of each type whose features are also kept on the GPU, if the features stay
             on the host. The nodes with the most outgoing edges are chosen.
         others: as in PyG.

@@ -115,7 +115,7 @@ class GraphSampler(BaseSampler):
     def sample_from_edges(
         self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None
     ) -> SamplerOutput | HeteroSamplerOutput:
-        """Samples neighbours of both ends of edges and of negative samples."""
+        """Samples neighbours for both ends of the given edges and of the negative samples."""
         out = edge_sample(inputs, self._sample, self.num_nodes, self.disjoint, None, neg_sampling)
         return self._directed(out)
 
@@ -245,7 +245,7 @@ def _from_csc(
 
 
 def why_not(data: Any) -> str:
-    """Why PyG's own sampler is needed for this data; "" if it is not."""
+    """Returns why this data needs PyG's own sampler; "" if it does not."""
     if isinstance(data, Data):
         stores = [data._store]
     elif isinstance(data, HeteroData):

@@ -230,7 +230,7 @@ class StoredGraphs:
         self._like = Batch(_base_cls=type(like)).stores_as(like)
 
     def is_current(self) -> bool:
-        """Whether the graphs and the default dtype have not changed since the graphs were stored."""
+        """True if the graphs and the default dtype have not changed since the graphs were stored."""
         return torch.get_default_dtype() == self._default_dtype and (
             self._content is None or self._content.is_as_it_was()
         )
@@ -495,7 +495,7 @@ def _collator_of(stored: StoredGraphs, name: Any, values: list[Any], stores: Seq
 
 
 def _is_object(value: Any) -> bool:
-    """Whether PyG collates such values to a list."""
+    """True if PyG collates such values to a list."""
     if isinstance(value, (Tensor, int, float, Mapping, TensorFrame, SparseTensor)):
         return False
     is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
@@ -577,12 +577,12 @@ def _increments(
 
 
 def _is_standard(data: Any, method: str) -> bool:
-    """Whether a graph's class does not override this method of Data or HeteroData."""
+    """True if a graph's class does not override this method of Data or HeteroData."""
     return getattr(type(data), method) in (getattr(Data, method), getattr(HeteroData, method))
 
 
 def _is_incremented(name: Any) -> bool:
-    """Whether PyG's own `__inc__` may return something other than 0."""
+    """True if PyG's own `__inc__` may return something other than 0."""
     return not isinstance(name, str) or "batch" in name or "index" in name or name == "face"
 
 

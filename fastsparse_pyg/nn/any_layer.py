@@ -1,4 +1,4 @@
-"""Runs any subclass of MessagePassing on the kernels: its own methods, with another `propagate`."""
+"""Runs any subclass of MessagePassing on the kernels: keeps its methods, but replaces `propagate`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from fastsparse_pyg.nn.segments import aggregate, reduction_of
 #: Largest number of patterns per class and method. Without a limit, a layer whose attributes change in every
 #: call would be traced in every call.
 _MOST_PATTERNS = 8
-#: Up to this multiple of `FEW_EDGES_ON_GPU` (131,072 edges in all), launch overhead decides PyG's time. A
-#: plan is used there only if it needs less time on the host than PyG's code (`Plan.is_short`). Layers that
-#: copy features need one kernel and always use it. Forward and backward on an H100 with a busy host, PyG's
-#: code against a plan that is not short: an edge MLP in bfloat16 on 10,556 edges took 1.06 ms with PyG and
-#: 2.17 ms with the plan; five such layers on batches of 26,000 new edges took 5.7 and 13.2 ms.
+#: Up to this multiple of `FEW_EDGES_ON_GPU` (131,072 edges), launch overhead decides PyG's time. For so few
+#: edges, a plan is used only if it needs less time on the host than PyG's code (`Plan.is_short`). Layers that
+#: copy features need a single kernel and always use it. Measured with a plan that is not short, forward and
+#: backward, on an H100 with a busy host: an edge MLP in bfloat16 on 10,556 edges took 1.06 ms with PyG and
+#: 2.17 ms with the plan. Five such layers on batches of 26,000 new edges took 5.7 ms and 13.2 ms.
 _TIMES_FEW = 4
 _FEW_ON_GPU = Reason(
     f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, for which the plan takes longer to launch",
@@ -81,10 +81,10 @@ class AnyLayer(MessagePassing):
     _original: ClassVar[type[MessagePassing]]
     _patterns: ClassVar[dict[Any, list[Pattern]]]
     _signature: ClassVar[Signature | None]
-    #: Kind of a call (aggregation, names and dtypes of arguments) -> the object that computes such calls
-    #: without further checks; False if there is none.
+    #: Kind of a call (aggregation, names and dtypes of arguments) -> the fast path for such calls; False if
+    #: there is no fast path.
     _served: ClassVar[dict[Any, Copies | Literal[False]]]
-    #: Aggregation and names of arguments -> the steps for few edges; None: PyG's `propagate`.
+    #: Aggregation and names of arguments -> the steps for few edges; None: PyG's `propagate` runs.
     _gathered: ClassVar[dict[Any, GatheredMessages | None]]
     #: Aggregation -> whether PyG's code handles few edges on a GPU, because it takes less time on the host
     #: than the plan. None: no single kernel computes the layer, and its plan is not known yet.
@@ -97,7 +97,8 @@ class AnyLayer(MessagePassing):
         """Replaces PyG's `propagate`; takes the same arguments."""
         kind = count = None
         if not (args or _is_dynamo_compiling() or _is_tracing()):
-            # As few checks as possible: on small graphs, the host's time per call decides the time of a step.
+            # This block makes as few checks as possible, because host time per call decides the time of a
+            # training step on small graphs.
             aggregation = self.__dict__["_modules"].get("aggr_module").__class__
             count = _few_edges(edge_index, kwargs)
             if count is not None:
@@ -165,7 +166,7 @@ class AnyLayer(MessagePassing):
     # ---------------------------------------------------------------- when PyG's code runs
 
     def _reason(self, edge_index: Any) -> Reason | None:
-        """Why PyG's own code has to run; None if the kernels can."""
+        """Returns why PyG's own code has to run; None if the kernels support the call."""
         state = self.__dict__
         if torch.compiler.is_compiling():
             return fallback.COMPILED
@@ -208,7 +209,7 @@ class AnyLayer(MessagePassing):
         lifted: tuple[tuple[str, str, bool], ...],
         sizes_itself: bool,
     ) -> Arguments | Reason:
-        """The arguments of the layer's methods, gathered at first use; or why PyG's code has to run.
+        """Returns the arguments of the layer's methods, gathered at first use; or why PyG's code has to run.
 
         Args:
             edge_index: argument of `propagate`.
@@ -250,8 +251,8 @@ class AnyLayer(MessagePassing):
             try:
                 adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
             except IndexError:
-                # Some indices exceed the features. If PyG reads no features at that end, and `size` was not
-                # given, its code can still handle the call.
+                # Some indices exceed the rows of the features. PyG's code can still handle the call if it
+                # reads no features at that end of the edges, and `size` was not given.
                 if sizes[j] is not None and (sizes[i] is not None or not sizes_itself):
                     raise
                 return Reason("the edges have more nodes at an end than the features have rows", _SIZE)
@@ -298,7 +299,7 @@ class AnyLayer(MessagePassing):
         return self.update(out, **{name: found[name] for name in names.update})
 
     def _computed(self, method: str, names: tuple[str, ...], found: Arguments, has_plan: bool = True) -> Any:
-        """Result of a method per edge: by a plan, by an operator for its softmax, or by the method itself."""
+        """Computes a method's result per edge: by a plan, by its traced computation, or by the method."""
         pattern = self._pattern(method, found)
         out = reduce_by_plan(self, pattern, found, PER_EDGE) if has_plan else None
         if out is not None:
@@ -313,7 +314,7 @@ class AnyLayer(MessagePassing):
         return "" if self._has_own_aggregate() else reduction_of(self._modules.get("aggr_module"))
 
     def _why_no_reduction(self) -> Reason | None:
-        """Why PyG always reduces the messages; None if a kernel or the layer's own `aggregate` does."""
+        """Returns why PyG's code always reduces the messages; None if a kernel or the layer's code does."""
         if self._kernel_reduce() or self._has_own_aggregate():
             return None
         module = self._modules["aggr_module"]
@@ -332,7 +333,7 @@ class AnyLayer(MessagePassing):
         )
 
     def _pattern_without(self, method: str, absent: tuple[str, ...]) -> Pattern:
-        """The pattern of a method if these arguments are None."""
+        """Returns the pattern of a method for calls in which these arguments are None."""
         cls = type(self)
         key = (getattr(cls, method), absent)
         found = self._known_pattern(key, lambda: find_pattern(self, cls._original, method, absent))
@@ -341,7 +342,7 @@ class AnyLayer(MessagePassing):
         return found
 
     def _joint_pattern(self, found: Arguments) -> Pattern:
-        """What `message` and an `aggregate` of the layer's own compute together."""
+        """Returns the joint pattern of `message` and of the layer's own `aggregate`."""
         if "message" in self.__dict__ or "aggregate" in self.__dict__:
             return _ANY
         cls, traced = type(self), self._names().traced
@@ -351,7 +352,7 @@ class AnyLayer(MessagePassing):
         return self._known_pattern(key, lambda: find_joint_pattern(self, cls._original, absent))
 
     def _known_pattern(self, key: Hashable, find: Callable[[], Pattern]) -> Pattern:
-        """The pattern that is kept under a key and holds for this layer; found and kept if there is none."""
+        """Returns the stored pattern for a key that holds for this layer; traces and stores it if missing."""
         known = self._patterns.setdefault(key, [])
         for pattern in known:
             if pattern.holds_for(self):
@@ -362,14 +363,14 @@ class AnyLayer(MessagePassing):
         return known[-1]
 
     def _few_steps(self, aggregation: type, given: dict[str, Any]) -> GatheredMessages | None:
-        """The steps of calls with few edges and these arguments; None: PyG's own."""
+        """Returns the steps for calls with few edges and these arguments; None if PyG's `propagate` runs."""
         pattern = self._pattern_without("message", ()) if "message" not in self.__dict__ else _ANY
         steps = GatheredMessages.of(self, pattern, self._kernel_reduce(), self._names(), given)
         self._gathered[(aggregation, *given)] = steps
         return steps
 
     def _takes_more_kernels(self) -> bool:
-        """Whether the layer needs more than one kernel.
+        """True if the layer needs more than one kernel.
 
         One kernel suffices if it gathers the features, reads given edge values, and reduces the messages.
         """
@@ -393,15 +394,15 @@ class AnyLayer(MessagePassing):
             fallback.tell(type(self).__name__, reason)
         return self.aggregate(messages, **{name: found[name] for name in self._names().aggregate})
 
-    # ---------------------------------------------------------------- what it is, and what it was
+    # ---------------------------------------------------------------- the accelerated and the original class
 
     @classmethod
     def forget_reasons(cls) -> None:
-        """Makes the next call report the reason for small graphs, which is reported once per process."""
+        """Makes the next call report the reason for small graphs again; it is reported once per process."""
         cls._left.clear()
 
     def _shown(self) -> str:
-        """Text for reports: the plan that computed the messages, or what computes them without a plan."""
+        """Returns the text for reports: the plan of the messages, or what computes them without a plan."""
         plan = planned.get(self, "")
         if plan and not isinstance(plan, str):
             return str(plan)
@@ -441,18 +442,19 @@ class AnyLayer(MessagePassing):
 
 
 def _kind_of(argument: Any) -> Any:
-    """Dtype of a tensor, or of the first tensor of a pair; otherwise the type."""
+    """Returns the dtype of a tensor, or of the first tensor of a pair; for other objects, their type."""
     if type(argument) is tuple and argument and type(argument[0]) is Tensor:
         return argument[0].dtype
     return argument.dtype if isinstance(argument, Tensor) else type(argument)
 
 
 def _few_edges(edge_index: Any, given: dict[str, Any]) -> int | None:
-    """Number of edges if PyG's code may be faster for so few; 0 on the CPU, where it is faster; None: many.
+    """Returns the number of edges if it is so small that PyG's code may be faster; None otherwise.
 
-    None is also returned for 16-bit features, which PyTorch does not sum in float32, and under autocast on
-    the CPU: the kernels handle these calls. PyTorch's other sums of few edges on the CPU are reproducible,
-    because one thread adds in order.
+    On the CPU, PyG's code is faster for few edges, and the result is 0. The result is also None for 16-bit
+    features, which PyTorch does not sum in float32, and under autocast on the CPU, so the kernels compute
+    these calls. For few edges in other dtypes, PyTorch's sums on the CPU are reproducible, because one thread
+    adds in order.
     """
     if type(edge_index) is not Tensor:
         return None
@@ -484,7 +486,7 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_served": {},
             "_gathered": {},
             "_left": {},
-            # PyG restores this method after explain mode.
+            # After explain mode, PyG assigns this attribute to `propagate`.
             "_jinja_propagate": AnyLayer.propagate,
             "forward": _with_edge_list(original.forward),
         }
@@ -499,7 +501,7 @@ def _new(original: type[MessagePassing], *args: Any) -> Any:
 
 
 def _with_edge_list(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `forward` to replace an Adjacency by its edges, because the original layers do not support it."""
+    """Wraps `forward` to replace an Adjacency by its edges, because PyG's layers do not support it."""
 
     @functools.wraps(forward)
     def with_edge_list(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, is_plain_linear
 
-#: Values of `fill_value` for which the features of self loops are a sparse matrix product.
+#: Values of `fill_value` for which a sparse matrix product computes the features of the self loops.
 _LINEAR_FILLS = ("mean", "add", "sum")
 _WEIGHTS_OF_LOOPS = Reason(
     "the attention weights of added self loops under torch.compile",
@@ -37,7 +37,7 @@ class AttentionConv(FastConv):
     _features: ClassVar[Literal["any", "rows", "matrix"]] = "matrix"
     _kernel: ClassVar[str] = "fused attention"
 
-    #: Whether the layer needs features of the destinations.
+    #: True if the layer needs features of the destinations.
     _needs_destinations: ClassVar[bool] = False
 
     def _reason(
@@ -49,7 +49,7 @@ class AttentionConv(FastConv):
         wants_weights: bool = False,
         *of_call: Any,
     ) -> Reason | None:
-        """Like :meth:`FastConv._reason`; also checks edge features and `return_attention_weights`."""
+        """Does the same as :meth:`FastConv._reason`; also checks edge features and attention weights."""
         state = self.__dict__
         if x_dst is not x_src:
             if x_dst is None:
@@ -85,7 +85,7 @@ class AttentionConv(FastConv):
         return super()._reason(x_src, x_dst, edge_index)
 
     def _original_forward(self, reason: Reason, x: Any, edge_index: Any, *args: Any) -> Any:
-        """Like :meth:`FastConv._original_forward`; adds the features of an Adjacency's inserted loops."""
+        """Does the same as :meth:`FastConv._original_forward`; adds the features of inserted self loops."""
         if isinstance(edge_index, Adjacency) and edge_index.has_inserted_loops and args:
             edge_attr, *rest = args
             if edge_attr is not None:
@@ -101,7 +101,7 @@ class AttentionConv(FastConv):
         vectors: tuple[str, ...],
         edges: tuple[Tensor, Any] | None = None,
     ) -> Tensor | None:
-        """GAT or GATv2 as one autograd node; None if it has to be computed operator by operator."""
+        """Computes GAT or GATv2 as one autograd node; None if several operators have to compute the layer."""
         state = self.__dict__
         if type(x) is not Tensor:
             return None
@@ -124,7 +124,7 @@ class AttentionConv(FastConv):
         return out if out is None or residual is None else out + residual(x)
 
     def _finished(self, out: Tensor, residual: Tensor | None) -> Tensor:
-        """The last steps of GAT and GATv2: mean over the heads, residual and bias."""
+        """Applies the last steps of GAT and GATv2: mean over the heads, residual and bias."""
         if not self.concat:
             out = out.view(-1, self.heads, self.out_channels).mean(dim=1)
         if residual is not None:
@@ -134,10 +134,10 @@ class AttentionConv(FastConv):
     # ---------------------------------------------------------------- edge features
 
     def _edge_features(self, adj: Adjacency, edge_attr: Tensor) -> Tensor:
-        """Features (num_values, D) of all edges; those of inserted self loops are filled as in PyG.
+        """Returns features (num_values, D) of all edges. Inserted self loops get features as in PyG.
 
         Raises:
-            ValueError: there is not one row per edge, or the device differs from the graph's.
+            ValueError: the number of rows is not the number of edges, or the graph is on another device.
         """
         adds_loops = adj.has_inserted_loops
         expected = adj.num_values - min(adj.shape) if adds_loops else adj.num_values
@@ -159,7 +159,7 @@ class AttentionConv(FastConv):
         return adj.extend_value(features, loops, keep_existing=False)
 
     def _loop_features(self, adj: Adjacency, edge_attr: Tensor) -> Tensor:
-        """Features (min(shape), D) of the inserted self loops, from the edges' features by `fill_value`."""
+        """Computes features (min(shape), D) of the inserted self loops from the edges' by `fill_value`."""
         count = min(adj.shape)
         if not hasattr(self, "fill_value"):
             raise ValueError(
@@ -180,7 +180,7 @@ class AttentionConv(FastConv):
             values = edge_attr if edge_attr.is_floating_point() else edge_attr.double()
             total = sum_of_edges(by_row, adj.extend_value(values, 0.0, keep_existing=False))[:count]
             if values is not edge_attr:
-                total = total.long().to(edge_attr.dtype)  # PyG's sum has this dtype; of bools it is "any"
+                total = total.long().to(edge_attr.dtype)  # like PyG's sum; for bools, this is a logical or
             if fill_value != "mean":
                 return total
             key, dtype = ("fastsparse_pyg.edges_of_loops", total.dtype), total.dtype
@@ -191,7 +191,7 @@ class AttentionConv(FastConv):
             return total / degree[:count]
 
     def _operands_of_edges(self, features: Tensor | None) -> dict[str, Any]:
-        """The recipes' arguments for edge features and the layer's ``lin_edge``."""
+        """Returns the arguments of recipes that describe edge features and the layer's ``lin_edge``."""
         if features is None:
             return {}
         if is_plain_linear(self.lin_edge):
@@ -210,7 +210,7 @@ class AttentionConv(FastConv):
     def _attention_edges(
         self, edge_index: Any, adj: Adjacency, alpha: Tensor, num_loops: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The result of ``return_attention_weights``, as PyG returns it: edges and their weights.
+        """Returns the edges and their weights for ``return_attention_weights``, in PyG's form.
 
         Args:
             edge_index: the caller's edges or Adjacency.
@@ -228,14 +228,14 @@ class AttentionConv(FastConv):
 
 
 def _value_order(adj: Adjacency) -> slice | Tensor:
-    """Positions of the values that belong to a stored entry; edges replaced by self loops have none."""
+    """Returns positions of the values of stored entries. Edges that self loops replace have no entry."""
     if adj.num_values == adj.num_edges or adj.edge_id is None:
         return slice(None)
     return adj.edge_id.long().sort().values
 
 
 def _carries_features(matrix: Any) -> bool:
-    """Whether the values of a sparse matrix are vectors, which PyG uses as edge features."""
+    """True if the values of a sparse matrix are vectors, which PyG uses as edge features."""
     if isinstance(matrix, Tensor):
         return matrix.dense_dim() > 0
     value = matrix.storage.value()

@@ -83,20 +83,20 @@ class FastConv(MessagePassing):
     #: Name of the kernel, for the reports of `accelerate` and `why`.
     _kernel: ClassVar[str] = "spmm"
 
-    #: Whether sources and destinations may differ.
+    #: True if sources and destinations may differ.
     _bipartite: ClassVar[bool] = True
 
-    #: Whether PyG's layer has a fused path for sparse matrices, which its attribute `fuse` can switch off.
+    #: True if PyG's layer has a fused path for sparse matrices, which its attribute `fuse` can switch off.
     _fusible: ClassVar[bool] = True
 
-    #: Supported features: tensors of any shape ("any"), with the nodes in the second to last dimension
-    #: ("rows"), or of two dimensions ("matrix").
+    #: Supported features: tensors of any shape ("any"), tensors with the nodes in the second to last
+    #: dimension ("rows"), or tensors of two dimensions ("matrix").
     _features: ClassVar[Literal["any", "rows", "matrix"]] = "any"
 
-    #: Whether edges may be a sparse matrix.
+    #: True if edges may be a sparse matrix.
     _takes_matrices: ClassVar[bool] = True
 
-    #: Whether features may be a sparse matrix.
+    #: True if features may be a sparse matrix.
     _takes_sparse_features: ClassVar[bool] = False
 
     #: How the layer adds loops to a torch.sparse matrix: `matrix_loops` of :func:`resolve`.
@@ -105,15 +105,15 @@ class FastConv(MessagePassing):
     #: Aggregations that the layer's kernels support.
     _aggregations: ClassVar[tuple[type[Module], ...]] = (SumAggregation,)
 
-    #: Name of the message passing method that a user's subclass overrides, "" if none. PyG's code runs then,
-    #: because the kernels would not call the method.
+    #: Name of the message passing method that a user's subclass overrides; "" if it overrides none. If it
+    #: overrides one, PyG's code runs, because the kernels would not call the method.
     _overridden: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for klass in cls.__mro__[: cls.__mro__.index(FastConv)]:
             if klass is not cls and issubclass(klass, FastConv):
-                # Not the class's namespace, to which PyG may have added a generated `propagate`.
+                # The class's namespace is not searched: PyG may have added a generated `propagate` to it.
                 found = klass._overridden
             else:
                 found = next((name for name in MESSAGE_METHODS if name in klass.__dict__), "")
@@ -123,9 +123,9 @@ class FastConv(MessagePassing):
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         super()._set_jittable_templates(raise_on_error)
-        # PyG takes the inherited `propagate` for the original method of a class. If the base class was used
-        # before, this is its specialised copy without explain mode, so explanations would silently be ignored
-        # (seen in PyG 2.8.1).
+        # PyG assumes that the `propagate` that a class inherits is the original method. If the base class was
+        # used before, the class inherits a specialised copy without explain mode instead, and PyG 2.8.1
+        # silently ignores explanations.
         if self._overridden != "propagate":
             type(self)._orig_propagate = _plain_propagate
 
@@ -151,14 +151,14 @@ class FastConv(MessagePassing):
     def _structure(
         self, x: Any, edge_index: Any, size: Any = None, loops: bool | str = False, *of_call: Any
     ) -> Adjacency | Reason:
-        """The structure for a call, or why PyG's own code has to run.
+        """Returns the structure for a call, or why PyG's own code has to run.
 
         Args:
             x: node features, or a pair (sources, destinations or None). A layer that supports no pairs passes
                 the features twice.
             edge_index: argument of the layer.
             size: argument of the layer.
-            loops: whether to add self loops as the original does; `BY_KERNEL` in a trace.
+            loops: whether to add self loops as PyG's layer does; `BY_KERNEL` in traced code.
             *of_call: further arguments of this layer's :meth:`_reason`.
         """
         if isinstance(x, Tensor):
@@ -200,7 +200,9 @@ class FastConv(MessagePassing):
         )
 
     def _reason(self, x_src: Any, x_dst: Any, edge_index: Any, *of_call: Any) -> Reason | None:
-        """Why PyG's own code has to run; None if the kernels can. Layers with more conditions override it.
+        """Returns why PyG's own code has to run; None if the kernels support the call.
+
+        Layers with more conditions override this method.
 
         Args:
             x_src: features of the sources.
@@ -258,19 +260,19 @@ class FastConv(MessagePassing):
         return fallback.TRACED_BY_JIT if _is_tracing() else fallback.watched(why_watched(x_src))
 
     def _own_parameters(self, *names: str) -> list[Any]:
-        """Parameters of the layer. Pruned or parametrised ones, and those of a replica, are attributes."""
+        """Returns parameters, or attributes if pruning, a parametrisation or a replica replaced them."""
         parameters, found = self.__dict__["_parameters"], []
-        for name in names:  # not a comprehension, which is a function call in Python 3.11
+        for name in names:  # a comprehension would be a function call in Python 3.11
             found.append(parameters[name] if name in parameters else getattr(self, name))
         return found
 
     def _reduce(self) -> Reduce:
         """The kernel's name for the layer's aggregation."""
-        # Not self.aggr_module, which goes through nn.Module.__getattr__ and takes half a microsecond.
+        # `self.aggr_module` would call nn.Module.__getattr__, which takes half a microsecond.
         return REDUCE[type(self._modules["aggr_module"])]
 
     def _original_forward(self, reason: Reason, x: Any, edge_index: Any, *args: Any) -> Tensor:
-        """Runs PyG's forward; an Adjacency is converted to an edge list for it."""
+        """Runs PyG's `forward`. An Adjacency is converted to an edge list first."""
         edges = self._written_back(edge_index) if isinstance(edge_index, Adjacency) else edge_index
         forward = super().forward
         try:
@@ -332,7 +334,7 @@ class FastConv(MessagePassing):
         scales: Sequence[Tensor | None] = (None, None),
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Sum, mean, maximum or minimum over neighbours, along `node_dim`, for features of any shape."""
+        """Reduces the neighbours' features by the layer's aggregation, along `node_dim`, for any shape."""
         if value is not None and not value.is_floating_point():
             value = value.to(x.dtype)
         reduce, dim = REDUCE[type(self._modules["aggr_module"])], self.__dict__["node_dim"]
@@ -345,7 +347,7 @@ class FastConv(MessagePassing):
         return out if bias is None else out + bias
 
     def _plain_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """The unweighted sum or mean over neighbours, for `TiledLayer._neighbour_sum`."""
+        """Computes the unweighted sum or mean over neighbours, for `TiledLayer._neighbour_sum`."""
         adj = self._structure(x, edges)
         reason = adj.message if isinstance(adj, Reason) else ""
         if not reason and self._reduce() not in ("sum", "mean"):
@@ -367,7 +369,7 @@ class FastConv(MessagePassing):
         lin: Any,
         lin_root: Any,
     ) -> Tensor:
-        """``lin`` of the aggregated neighbours plus ``lin_root`` of the destinations' own features.
+        """Returns ``lin(aggregated neighbours) + lin_root(features of the destinations)``.
 
         Args:
             adj: structure.
@@ -404,7 +406,7 @@ class FastConv(MessagePassing):
             out = lin(self._aggregate_neighbours(adj, x_src, value))
         if lin_root is None or x_dst is None:
             return out
-        # `add_linear` overwrites `out`. If `lin` has hooks, they may have stored it, so it must not change.
+        # `add_linear` overwrites `out`, which must not happen if hooks of `lin` may have stored `out`.
         return (
             add_linear(out, (x_dst,), (lin_root,), Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
         )
@@ -427,14 +429,14 @@ def raise_untiled(layer: FastConv, reason: str) -> NoReturn:
 
 
 def checked_pair(x: Any) -> tuple[Any, Any]:
-    """Checks a pair of features. Callers test for a single tensor first, because a call takes long."""
+    """Checks a pair of features. Callers skip this call for a single tensor, to save host time."""
     if not (isinstance(x, (tuple, list)) and len(x) == 2):
         raise_features(x)
     return x[0], x[1]
 
 
 def size_for_pyg(edge_index: object, size: Any) -> Any:
-    """`size` for PyG's code: edges made from an Adjacency do not contain its numbers of nodes."""
+    """Returns `size` for PyG's code, as edges made from an Adjacency do not contain the numbers of nodes."""
     return (edge_index.num_src, edge_index.num_dst) if isinstance(edge_index, Adjacency) else size
 
 
@@ -460,10 +462,11 @@ def raise_features(x: object, name: str = "x") -> NoReturn:
 
 
 def known(edge_index: Tensor, options: Hashable, *others: Tensor) -> Any:
-    """The cached structure of a plain edge tensor with these options; None if `lookup` has to search.
+    """Returns the cached structure of a plain edge tensor with these options, if it was used last.
 
-    It returns the same as :func:`fastsparse_pyg.caching.lookup`, but takes less time on the host. The content
-    of ``others`` also decides the structure.
+    Otherwise the result is None, and :func:`fastsparse_pyg.caching.lookup` has to search. For a structure
+    that is used repeatedly, this function takes less time on the host than `lookup`. The content of
+    ``others`` also decides the structure.
     """
     if type(edge_index) is not Tensor:
         return None
@@ -485,10 +488,10 @@ def known(edge_index: Tensor, options: Hashable, *others: Tensor) -> Any:
 
 
 def are_few_on_gpu(edge_index: Any, times: int = 1) -> bool:
-    """Whether a layer of several kernels takes longer than PyG's code for these edges.
+    """True if a layer of several kernels takes longer than PyG's code for these edges.
 
-    False if PyTorch's deterministic algorithms are switched on, because PyG's sums use atomics. Also False in
-    a recorded step, whose replays take no time on the host.
+    The result is False if PyTorch's deterministic algorithms are switched on, because PyG's sums use atomics.
+    It is also False in a recorded step, because replays take no host time per kernel.
 
     Args:
         edge_index: edges, int64 (2, E), or another kind of graph.
@@ -504,7 +507,7 @@ def are_few_on_gpu(edge_index: Any, times: int = 1) -> bool:
 
 
 def has_message_hook(state: dict[str, Any]) -> bool:
-    """Whether a layer has a hook on a step of message passing.
+    """True if a layer has a hook on a step of message passing.
 
     Args:
         state: the layer's ``__dict__``.
@@ -512,13 +515,13 @@ def has_message_hook(state: dict[str, Any]) -> bool:
     return any(map(state.__getitem__, _MESSAGE_HOOKS))  # `map` is faster than a generator
 
 
-#: Whether a PyG Linear only applies weight and bias (no hooks, no subclass), so it can move across a sum.
+#: True if a PyG Linear only applies weight and bias (no hooks, no subclass), so it can move across a sum.
 is_plain_linear = functools.partial(is_plain_linear_of, kind=Linear)
 
 
 def project(x: Tensor, *modules: torch.nn.Module) -> tuple[Tensor, ...]:
-    """Results of several linear layers on the same features; plain layers share one matrix product.
+    """Applies several linear layers to the same features; plain layers share one matrix product.
 
-    With a shared product, if one of the results gets a gradient, the layers of the others get zeros.
+    With a shared product, if only some of the results get a gradient, the other layers get zero gradients.
     """
     return joint_linear(x, modules, Linear)

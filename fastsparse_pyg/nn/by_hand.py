@@ -1,4 +1,4 @@
-"""Speeds up modules that gather and scatter by hand. Their own code runs, but on another class of index.
+"""Speeds up modules that gather and scatter by hand. Their own code runs, but with another class of index.
 
 With an index of this class, ``x[row]`` and ``scatter_add_`` use the gathers and reductions of `segments`.
 Rows are gathered when they are first read, so a linear map of gathered rows, or of their concatenation, runs
@@ -35,14 +35,14 @@ from fastsparse_pyg.nn.any_layer import FEW_ON_CPU
 from fastsparse_pyg.nn.base import FEW_ON_GPU, are_few_on_gpu, known
 from fastsparse_pyg.nn.segments import NodeIndex
 
-#: Names of the argument with the edges in such modules.
+#: Names that such modules may use for their argument with the edges.
 _EDGES = ("edge_index", "edges")
 _OTHER_EDGES = Reason("edges that are new, not int64, or not between nodes that have features", "")
 _classes: dict[type, type[ByHand]] = {}
 
 
 def gathers_by_hand(module: nn.Module) -> bool:
-    """Whether a user's module reads rows of its edges: ``row, col = edge_index``, or ``edge_index[0]``."""
+    """True if a user's module reads rows of its edges: ``row, col = edge_index``, or ``edge_index[0]``."""
     klass = type(module)
     if klass.__module__.startswith(("torch.", "torch_geometric.")) or isinstance(
         module, torch.jit.ScriptModule
@@ -71,7 +71,7 @@ def _takes_apart(body: types.FunctionType) -> bool:
 
 
 def _edge_parameter(klass: Any) -> tuple[str, int] | None:
-    """Name and position of the edges among the arguments of `forward`."""
+    """Returns the name and the position of the edges among the arguments of `forward`."""
     names = list(inspect.signature(klass.forward).parameters)[1:]
     return next(((name, position) for position, name in enumerate(names) if name in _EDGES), None)
 
@@ -138,7 +138,7 @@ def _with_known_edges(forward: Any, name: str, position: int) -> Any:
 
 
 def _known_edges(edges: Any, arguments: tuple[Any, ...]) -> Any:
-    """The edges as `_Index` or `_Edges` objects, in the caller's form; or why the module runs unchanged."""
+    """Converts edges to `_Index` or `_Edges` objects; or returns why the module has to run unchanged."""
     is_pair = isinstance(edges, (list, tuple)) and len(edges) == 2
     parts: tuple[Any, ...] = (*edges,) if is_pair else (edges,)
     for part in parts:
@@ -168,7 +168,7 @@ def _known_edges(edges: Any, arguments: tuple[Any, ...]) -> Any:
         try:
             adj = lookup(first, parts, options, lambda: edges_made_anew(_stacked(parts), options))
         except (IndexError, ValueError):
-            return _OTHER_EDGES  # ids exceed the number of nodes: the module's own code raises its error
+            return _OTHER_EDGES  # if ids exceed the number of nodes, the module's own code raises the error
     whole = adj.derived("fastsparse_pyg.by_hand", lambda: _stacked(parts)) if is_pair else first
     ends = tuple(_Index.of(EdgeEnd(adj, whole, row, row == 1)) for row in (0, 1))
     if is_pair:
@@ -186,7 +186,7 @@ def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 class _Plain(Tensor):
-    """A tensor subclass that acts as a plain tensor in functions that the subclass does not handle."""
+    """Base of tensor subclasses that handle a few functions, and act as plain tensors in all others."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -225,7 +225,7 @@ class _Edges(_Plain):
 
 
 class _Index(NodeIndex):
-    """The index of one end of the edges; rows gathered with it are made when they are first read."""
+    """The node ids of one end of the edges. Rows that are indexed with it are gathered when first read."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -247,13 +247,14 @@ class _Index(NodeIndex):
 
 
 class _Rows(Tensor):
-    """Rows per edge, made of parts side by side, that are gathered when they are first read.
+    """One row per edge, the concatenation of several parts, which are gathered when they are first read.
 
-    Linear maps and concatenations do not read them. Autograd treats them as the result of the gather.
+    Linear maps and concatenations do not read the rows. Autograd treats this object as the result of the
+    gather.
 
     Attributes:
-        parts: pairs (rows of nodes, end at which they are gathered) or (rows of edges, None).
-        made: the rows after the first read.
+        parts: pairs (rows of nodes, end of the edges at which they are gathered) or (rows of edges, None).
+        made: the gathered rows (E, width), or None before the first read.
         versions: version counters of the parts when this object was made.
     """
 
@@ -263,7 +264,7 @@ class _Rows(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Applies linear maps and concatenations to the parts; all other functions get the rows."""
+        """Applies linear maps and concatenations to the parts. All other functions get the gathered rows."""
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -282,7 +283,7 @@ class _Rows(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Reads the rows for code that bypasses `__torch_function__`, such as `torch.autograd.Function`."""
+        """Gathers rows for code that bypasses `__torch_function__`, such as `torch.autograd.Function`."""
         if func._schema.is_mutable:
             raise RuntimeError(
                 f"{func} writes into x[edge_index[0]], which is not gathered yet: use "
@@ -296,17 +297,17 @@ class _Rows(Tensor):
     def rows(self) -> Tensor:
         """The gathered rows, kept after the first call."""
         if self.made is None:
-            with torch.enable_grad():  # parts are detached if the rows need no gradient
+            with torch.enable_grad():  # safe under no_grad, because `_unread` then detached the parts
                 self.made = self.made_anew()
         return self.made
 
     def made_anew(self) -> Tensor:
-        """Gathers the rows again."""
+        """Gathers the rows without storing them."""
         each = [part if end is None else gather(part, end) for part, end in self.known_parts()]
         return each[0] if len(each) == 1 else torch.cat(each, 1)
 
     def known_parts(self) -> list[tuple[Tensor, EdgeEnd | None]]:
-        """The parts; if the rows were written in place, the rows as the only part."""
+        """Returns the parts. If the gathered rows were written in place, they are the only part."""
         if self.made is not None and self.made._version:
             return [(self.made, None)]
         if any(
@@ -319,7 +320,7 @@ class _Rows(Tensor):
         return self.parts
 
 
-#: Attributes that can be read without reading the rows.
+#: Attributes that do not depend on the content of the rows, so reading them gathers nothing.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
 _METADATA = (
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
@@ -330,12 +331,12 @@ _OF_THE_OBJECT = ("register_hook", "retain_grad", "requires_grad_")
 
 
 def _with_rows(tree: Any) -> Any:
-    """The arguments of a function, with all `_Rows` replaced by the gathered rows."""
+    """Replaces all `_Rows` objects in the arguments of a function by their gathered rows."""
     return pytree.tree_map_only(_Rows, _Rows.rows, tree)
 
 
 class _Unread(torch.autograd.Function):
-    """Makes a `_Rows` object; its backward pass is that of the gather."""
+    """Makes a `_Rows` object. The backward pass is the backward pass of the gather."""
 
     @staticmethod
     def forward(ctx: Any, ends: list[EdgeEnd | None], num_edges: int, *tensors: Tensor) -> Tensor:
@@ -380,7 +381,7 @@ def _joined(tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
 
 
 def _mapped(x: Any, weight: Any, bias: Any = None) -> Any:
-    """A linear map of rows: the parts of nodes are multiplied before they are gathered, once per node."""
+    """Applies a linear map to rows. Parts of nodes are multiplied once per node, before the gather."""
     if type(x) is not _Rows or type(weight) is _Rows or is_any_autocast_enabled():
         return NotImplemented
     parts = x.known_parts()

@@ -17,16 +17,16 @@ from fastsparse_pyg.nn.propagation import PropagatingConv
 
 
 class _Laplacian(NamedTuple):
-    """The scaled Laplacian; its product with x is c (diagonal * x - A x) - x.
+    """The scaled Laplacian. Its product with x is c * (diagonal * x - A x) - x.
 
     Attributes:
         adj: structure of A, without self loops.
-        value: values of A; None: all 1, before scaling.
-        scale_dst: constant factors of A's rows, or None.
-        scale_src: constant factors of A's columns, or None.
+        value: values of A before scaling, one per edge; None: all are 1.
+        scale_dst: constant factors of A's rows, (N,), or None.
+        scale_src: constant factors of A's columns, (N,), or None.
         diagonal: diagonal of the Laplacian, a number or (num_nodes, 1).
-        factor: c: a number, or a tensor with one number or one per node.
-        at_source: whether a tensor c scales the columns; otherwise it scales the rows.
+        factor: the factor c: a number, or a tensor with a single number or one number per node.
+        at_source: whether a tensor ``factor`` scales the columns. If False, it scales the rows.
     """
 
     adj: Adjacency
@@ -38,7 +38,7 @@ class _Laplacian(NamedTuple):
     at_source: bool
 
     def times(self, x: Tensor, scale: float, minus: Tensor | None = None) -> Tensor:
-        """``scale`` times the product with x, minus another tensor."""
+        """Computes ``scale`` times the product with x, minus another tensor."""
         c = self.factor
         of_number = not isinstance(c, Tensor)
         scale_dst = self.scale_dst
@@ -95,10 +95,10 @@ class FastChebConv(PropagatingConv, ChebConv):
         Args:
             x: node features (N, F_in), float64, float32, float16 or bfloat16.
             edge_index: edges, or an Adjacency whose rows are the destinations.
-            edge_weight: floating (E,).
+            edge_weight: edge weights, floating (E,).
             batch: graph of each node, int64 (N,), if ``lambda_max`` differs between graphs.
-            lambda_max: largest eigenvalue of the Laplacian: a number, or a tensor with one per graph; None:
-                as in PyG.
+            lambda_max: largest eigenvalue of the Laplacian: a number, or a tensor with one number per graph;
+                None: PyG's default.
 
         Returns:
             Node features (N, F_out).
@@ -121,7 +121,7 @@ class FastChebConv(PropagatingConv, ChebConv):
         self, adj: Adjacency, x: Tensor, weight: Tensor | None, batch: Tensor | None, lambda_max: Any
     ) -> _Laplacian:
         dtype = accumulation_dtype(x.dtype)
-        # PyG always counts degrees in the first row of `edge_index`, whatever the flow is.
+        # For both flows, PyG counts degrees in the first row of `edge_index`.
         at_source = self.flow == "source_to_target"
         kind = self.normalization
         largest: Any = 1.0

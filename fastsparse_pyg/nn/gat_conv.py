@@ -121,7 +121,7 @@ class FastGATConv(AttentionConv, GATConv):
         return out, self._attention_edges(edge_index, adj, alpha, num_loops)
 
     def _values_and_scores(self, x_src: Tensor, x_dst: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Returns (values with the heads side by side, scores of the destinations, scores of the sources)."""
+        """Returns values (N, H * F_out), scores of the destinations (N, H), and scores of the sources."""
         lin_src, lin_dst = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
         value = lin_src(x_src)
         if x_dst is x_src and lin_dst is lin_src:
@@ -134,14 +134,14 @@ class FastGATConv(AttentionConv, GATConv):
         return value, score_dst, score_src
 
     def _edges_for_scores(self, features: Tensor) -> tuple[Any, ...] | None:
-        """Edge features in the form of `attention_layer`; None if the separate operators have to run."""
+        """Returns edge features in the form for `attention_layer`; None if separate operators have to run."""
         lin, att = self.__dict__["_modules"]["lin_edge"], self._own_parameters("att_edge")[0]
         if features.is_cuda or is_any_autocast_enabled() or not is_plain_linear(lin):
             return None
         return features, None, map_to_scores(lin._parameters["weight"], att)
 
     def _edge_scores(self, features: Tensor) -> Tensor:
-        """Scores (num_values, heads) of edge features (num_values, D)."""
+        """Computes scores (num_values, heads) from edge features (num_values, D)."""
         lin = self.lin_edge
         if not is_plain_linear(lin):
             projected = lin(features).view(-1, self.heads, self.out_channels)

@@ -134,7 +134,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
         return _plus_own(out, x, *scales) if adds_loops else out
 
     def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """The sum over neighbours that :func:`fastsparse_pyg.tiled` computes for every tile."""
+        """Computes the sum over neighbours for one tile of :func:`fastsparse_pyg.tiled`."""
         state = self.__dict__
         found: Propagation | Reason | None = None
         part: Any = edges if isinstance(edges, Adjacency) and edges.is_partitioned else None
@@ -151,14 +151,14 @@ class FastGCNConv(PropagatingConv, GCNConv):
         return NeighbourSum(found.adj, found.scale_dst, found.scale_src, loop, reads_own=False)
 
     def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
-        """The result of the layer from a tile's sums, for :func:`fastsparse_pyg.tiled`."""
+        """Computes the layer's result from the sums of a tile of :func:`fastsparse_pyg.tiled`."""
         if is_plain_linear(self.lin, Linear):
             return F.linear(sums, self.lin.weight, self.bias)
         out: Tensor = self.lin(sums)
         return out if self.bias is None else out + self.bias
 
     def _with_loops_by_kernel(self, x: Any, edge_index: Tensor | Adjacency) -> Propagation | Reason | None:
-        """GCN's matrix if the kernel can add the self loops; None if it cannot."""
+        """Returns GCN's matrix without self loops if the kernel can add them; otherwise None."""
         state = self.__dict__
         if not (state["normalize"] and state["add_self_loops"]) or state["cached"]:
             return None
@@ -184,14 +184,14 @@ class FastGCNConv(PropagatingConv, GCNConv):
         if adj is None:  # `prepare` or another layer may have converted the edges with their loops
             adj = known(edge_index, (num_nodes, num_nodes, flow, True))
         if adj is None:
-            if recorded.current() is not None:  # whether a padded batch has loops is not known on the host
+            if recorded.current() is not None:  # the host does not know if a padded batch has self loops
                 return None
             adj = edges_for_loops(edge_index, num_nodes, flow)
         scale, adds = gcn_factors(adj, x.dtype, True)
         return Propagation(adj, None, scale, scale, adds)
 
     def _of_adjacency(self, x: Tensor, adj: Adjacency) -> Propagation | None:
-        """Like `_with_loops_by_kernel`, for an Adjacency; None if it has loops."""
+        """Does the same as `_with_loops_by_kernel` for an Adjacency; None if it contains self loops."""
         if adj.is_partitioned or adj.is_padded or x.dim() != 2 or x.layout is not torch.strided:
             return None
         if adj.has_inserted_loops or not adj.is_free_of_loops():
@@ -202,7 +202,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
 
 
 def _plus_own(out: Tensor, x: Tensor, scale_dst: Tensor | None, scale_src: Tensor | None) -> Tensor:
-    """Adds the terms of the self loops. A second structure, with loops, would double the memory."""
+    """Adds the terms of the self loops, because a second structure with the loops would double the memory."""
     assert scale_dst is not None
     assert scale_src is not None
     return torch.addcmul(out, x.to(out.dtype), (scale_dst * scale_src).to(out.dtype).unsqueeze(1))

@@ -57,13 +57,13 @@ class FastGINConv(FastConv, GINConv):
         if isinstance(adj, Reason):
             return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
+        # PyG multiplies by the values of a torch.sparse matrix, but ignores the values of a SparseTensor.
         value = (
             None if getattr(edge_index, "layout", torch.strided) is torch.strided else values_of(edge_index)
         )
         state = self.__dict__
         modules = state["_modules"]
-        # Not self.eps and self.nn, which go through the slow nn.Module.__getattr__.
+        # Attribute access (self.eps, self.nn) would call the slow nn.Module.__getattr__.
         eps, network = state["_buffers"].get("eps"), modules.get("nn")
         eps, network = self.eps if eps is None else eps, self.nn if network is None else network
         if (
@@ -85,10 +85,10 @@ class FastGINConv(FastConv, GINConv):
         return network(out)
 
     def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """The sum over neighbours that :func:`fastsparse_pyg.tiled` computes for every tile."""
+        """Computes the sum over neighbours for one tile of :func:`fastsparse_pyg.tiled`."""
         return self._plain_sum(x, edges)
 
     def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
-        """The result of the layer from a tile's sums, for :func:`fastsparse_pyg.tiled`."""
+        """Computes the layer's result from the sums of a tile of :func:`fastsparse_pyg.tiled`."""
         out: Tensor = self.nn(torch.addcmul(sums, 1 + self.eps, x))
         return out

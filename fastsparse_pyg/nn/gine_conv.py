@@ -112,7 +112,7 @@ class FastGINEConv(AttentionConv, GINEConv):
         return self.nn(out)
 
     def _combined(self, adj: Adjacency, x: Tensor, edge_attr: Tensor) -> Tensor | None:
-        """The layer as one autograd node; None if the caller has to check further."""
+        """Computes the layer as one autograd node; None if the caller has to make more checks first."""
         state = self.__dict__
         lin, eps = state["_modules"].get("lin"), state["_buffers"].get("eps")
         learned = self._own_parameters("eps")[0] if eps is None else None
@@ -128,7 +128,7 @@ class FastGINEConv(AttentionConv, GINEConv):
                 return None
         elif num_features != width:
             return None
-        network = state["_modules"].get("nn") or self.nn  # without the slow nn.Module.__getattr__
+        network = state["_modules"].get("nn") or self.nn  # avoids the slow nn.Module.__getattr__
         first, rest = first_linear(network) if learned is None else (None, ())
         after = after_bias = None
         if first is not None:
@@ -137,9 +137,9 @@ class FastGINEConv(AttentionConv, GINEConv):
                 return None
         under = autocast_dtype(x) if is_any_autocast_enabled() else None
         if under is not None and lin is None and x.dtype.itemsize == 2 and edge_attr.dtype is torch.float32:
-            x = x.float()  # PyG's messages promote to float32; `x` has 16 bits if an earlier layer made it
+            x = x.float()  # PyG's messages promote 16-bit features of an earlier layer to float32
         if under is not None and (
-            # In these cases PyG sums in float32, or adds messages of two dtypes.
+            # In these cases PyG sums in float32, or adds features of two dtypes.
             (first is None and x.dtype is not torch.float32)
             or (lin is None and edge_attr.dtype is not x.dtype)
         ):
@@ -183,11 +183,11 @@ class FastGINEConv(AttentionConv, GINEConv):
         super()._name_argument(error, x, edge_index, *args)
 
     def _fits_operator(self, x: Tensor, edge_attr: Tensor) -> bool:
-        """Whether the operator adds features in the same dtype as PyG's layer."""
+        """True if the operator adds features in the same dtype as PyG's layer."""
         lin, dtype = self.__dict__["_modules"].get("lin"), x.dtype
         if lin is None:
             return edge_attr.dtype is dtype
         if is_any_autocast_enabled() and autocast_dtype(x) is not None:
-            # PyG adds edge rows in the autocast dtype to the nodes' rows; the result has the wider dtype.
+            # PyG adds edge features in the autocast dtype to node features. The sum has the wider dtype.
             return dtype in (torch.float32, autocast_dtype(x))
         return bool(dtype == edge_attr.dtype == lin.weight.dtype)

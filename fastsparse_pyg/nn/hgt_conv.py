@@ -90,7 +90,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         return self._of_nodes(out, x_dict)
 
     def _joint_weights(self, node_type: NodeType, outgoing: list[EdgeType]) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a node type's queries and of each relation's keys and values."""
+        """Returns a joint weight and bias for a node type's queries and its relations' keys and values."""
         linear = self.kqv_lin.lins[node_type]
         heads, width = self.heads, self.out_channels
         # Weights of keys, queries and values, (F, in) each, with the bias as an additional column.
@@ -101,8 +101,8 @@ class FastHGTConv(AttentionConv, HGTConv):
             at = self.edge_types_map[edge_type]
             prior = self.p_rel["__".join(edge_type)].view(heads, 1, 1)
             for rows, transform, factor in ((key, self.k_rel, prior), (value, self.v_rel, None)):
-                # The weight has one (D, D) matrix per head and edge type, (H, T, D, D): take this edge
-                # type's.
+                # The weight has one (D, D) matrix per head and edge type, (H, T, D, D). Select the matrices
+                # of this edge type.
                 matrix = transform.weight.view(heads, len(self.edge_types), *transform.weight.shape[1:])[
                     :, at
                 ]
@@ -116,7 +116,7 @@ class FastHGTConv(AttentionConv, HGTConv):
     def _typed_adjacency(
         self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Tensor]
     ) -> Adjacency:
-        """Structure of all relations: rows are nodes of all types, columns the sources of each relation."""
+        """Returns one structure for all relations: rows are nodes of all types, columns are sources."""
         sizes = dict(zip(x_dict, map(len, x_dict.values()), strict=True))
         edges = tuple(edge_index_dict.values())
 
@@ -133,7 +133,7 @@ class FastHGTConv(AttentionConv, HGTConv):
                     ("source", edge_index[0], sizes[src]),
                     ("destination", edge_index[1], sizes[dst]),
                 ):
-                    if run is not None:  # nothing is read from the device
+                    if run is not None:  # a captured step must not read indices from the device
                         run.check_capacity(index, size)
                     elif index.numel() and not 0 <= (low := int(index.min())) <= int(index.max()) < size:
                         raise IndexError(
@@ -149,7 +149,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         return known(edges[0], options, *edges[1:]) or lookup(edges[0], edges, options, build)
 
     def _of_nodes(self, out: Tensor, x_dict: dict[NodeType, Tensor]) -> dict[NodeType, Tensor | None]:
-        """The layer's result for every node type, from the aggregated messages, as in PyG."""
+        """Computes the layer's result for every node type from the aggregated messages, as in PyG."""
         activated: dict[NodeType, Tensor] = {}
         for node_type, part in zip(x_dict, out.split(list(map(len, x_dict.values()))), strict=True):
             if node_type in self.dst_node_types:
@@ -165,7 +165,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         return result
 
     def _reason(self, x_src: Any, x_dst: Any, edge_index: Any, *of_call: Any) -> Reason | None:
-        """Like :meth:`FastConv._reason`, for dicts by type."""
+        """Does the same as :meth:`FastConv._reason`, for dicts by type."""
         if torch.compiler.is_compiling():
             return fallback.COMPILED
         if not x_src or not edge_index:
@@ -189,8 +189,8 @@ class FastHGTConv(AttentionConv, HGTConv):
                 return Reason("edges of a node type without features", "Pass features of all node types")
         if len(dtypes) != 1 or not are_matrices:
             return Reason("features that are not matrices of one dtype", fallback.ONE_DTYPE)
-        # The layers are not called, only their weights are read, so hooks would not run. A lazy layer gets
-        # its sizes from a hook.
+        # The kernels read the weights of the linear layers without calling the layers, so hooks would not
+        # run. A lazy layer gets its sizes from a hook.
         modules = (self.kqv_lin, self.k_rel, self.v_rel)
         if tuple(map(type, modules)) != (HeteroDictLinear, HeteroLinear, HeteroLinear):
             return Reason("a replaced linear layer", "Keep the linear layers that HGTConv makes")

@@ -57,7 +57,7 @@ class FastHypergraphConv(FastConv, HypergraphConv):
             x: node features (N, F_in), float64, float32, float16 or bfloat16.
             hyperedge_index: node and hyperedge of every entry of the incidence matrix, (2, num_entries),
                 int64.
-            hyperedge_weight: floating (num_edges,).
+            hyperedge_weight: weights of the hyperedges, floating (num_edges,).
             hyperedge_attr: features of the hyperedges (num_edges, F_in), in the dtype of ``x``, for
                 attention.
             num_edges: number of hyperedges; None: the largest index + 1.
@@ -117,7 +117,7 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         return None
 
     def _attention(self, to_edges: Adjacency, x: Tensor, attr: Tensor, index: Tensor) -> Tensor:
-        """Attention weights (num_entries, heads): the softmax of the scores."""
+        """Computes attention weights (num_entries, heads), the softmax of the scores."""
         of_nodes, of_edges = self.att.split(self.out_channels, dim=-1)
         score_nodes = (x.view(-1, self.heads, self.out_channels) * of_nodes).sum(dim=-1)
         score_edges = (attr.view(-1, self.heads, self.out_channels) * of_edges).sum(dim=-1)
@@ -130,7 +130,7 @@ class FastHypergraphConv(FastConv, HypergraphConv):
 
 
 def _rows_of_hyperedges(name: str, given: Tensor, num_edges: int, index: Tensor) -> Tensor:
-    """One row per hyperedge: surplus rows are cut, and missing rows of empty hyperedges are zeros.
+    """Returns one row per hyperedge: cuts additional rows, and adds zeros for empty hyperedges at the end.
 
     Raises:
         IndexError: a hyperedge with nodes has no row.

@@ -1,4 +1,4 @@
-"""Arguments of a layer's methods. They are gathered per edge only if a method uses them."""
+"""The arguments of a layer's methods. An argument is gathered per edge only if a method uses it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Signature(NamedTuple):
 
     Attributes:
         lifted: arguments of `message`, `aggregate` and `update` that are gathered per edge: (name, name
-            without ``_i`` or ``_j``, whether it is ``_i``).
+            without ``_i`` or ``_j``, True if the suffix is ``_i``).
         message: arguments of `message`.
         traced: for `message`, `edge_update` and `aggregate`, the arguments that the caller passes to
             `propagate`.
@@ -86,8 +86,9 @@ class Arguments(dict[str, Any]):
     """Arguments by name; an argument is gathered per edge at its first access.
 
     Attributes:
-        node_dim: dimension of the nodes in their features.
-        nodes: name per edge, such as ``x_j`` -> (features of the nodes, whether of the destinations).
+        node_dim: dimension of the features along which the nodes are.
+        nodes: name of a gathered argument, such as ``x_j`` -> (features of the nodes, True if they are
+            gathered at the destinations).
         dst: the edges' destinations.
         src: the edges' sources.
         special: arguments that `MessagePassing` itself provides, such as ``size_i``.
@@ -108,15 +109,15 @@ class Arguments(dict[str, Any]):
         self.nodes, self.dst, self.src, self.special = nodes, dst, src, special
 
     def is_none(self, name: str) -> bool:
-        """Whether an argument of the caller is None."""
+        """True if an argument of the caller is None."""
         return (self.nodes[name][0] if name in self.nodes else self.given(name)) is None
 
     def given(self, name: str) -> Any:
-        """An argument of the caller that is not gathered, or its default."""
+        """Returns an argument of the caller that is not gathered per edge, or its default value."""
         return self._given.get(name, self._defaults.get(name, EMPTY))
 
     def placed(self, name: str) -> tuple[Any, str]:
-        """An argument before gathering, and what its rows belong to: "dst", "src", "edge" or ""."""
+        """Returns an argument before the gather, and the kind of its rows: "dst", "src", "edge" or ""."""
         if name in self.nodes:
             value, at_dst = self.nodes[name]
             return value, "dst" if at_dst else "src"
@@ -125,7 +126,7 @@ class Arguments(dict[str, Any]):
         return value, "edge" if is_of_edges else ""
 
     def lift(self, names: Iterable[str]) -> None:
-        """Gathers those of the named arguments that require gradients, with one autograd node for all."""
+        """Gathers the named arguments that require gradients, with one autograd node for all of them."""
         if not torch.is_grad_enabled():
             return
         wanted = [name for name in names if name in self.nodes and name not in self]
@@ -162,7 +163,7 @@ class Arguments(dict[str, Any]):
 
 
 def pointer(edge_index: Any, i: int) -> Tensor | None:
-    """PyG's argument `ptr`: the pointers of an EdgeIndex that is sorted by destination; else None."""
+    """Returns PyG's argument `ptr`: the pointers of an EdgeIndex sorted by destination; otherwise None."""
     if isinstance(edge_index, EdgeIndex):
         if i == 0 and edge_index.is_sorted_by_row:
             return edge_index.get_csr()[0][0]

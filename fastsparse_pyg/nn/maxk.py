@@ -28,7 +28,7 @@ def _check_k(k: int, width: int) -> None:
 
 
 def _dense(x: Any, activation: MaxK) -> Any:
-    """MaxK of features as a dense tensor. MaxK has been applied to CBSR features already."""
+    """Returns MaxK of the features as a dense tensor. CBSR features are only converted to a dense tensor."""
     if isinstance(x, (tuple, list)):
         return tuple(_dense(part, activation) for part in x)
     if isinstance(x, CBSR):
@@ -47,7 +47,7 @@ def _densifies(x: Tensor | CBSR, activation: MaxK) -> bool:
 
 
 def _values(x: Tensor | CBSR) -> Tensor:
-    """A tensor with the number of rows, dtype and device of the features."""
+    """Returns a tensor with the same number of rows, dtype and device as the features."""
     return x.values if isinstance(x, CBSR) else x
 
 
@@ -109,8 +109,8 @@ class FastMaxKGCNConv(FastGCNConv):
             ValueError: sizes, dtypes or devices do not fit together, or the features are narrower than k.
             TypeError: features of another type.
         """
-        # `_propagation` gets the CBSR values in place of the features. They differ only in shape, and the
-        # number of dimensions is checked here.
+        # `_propagation` gets the CBSR values in place of the features. It uses only the number of rows, dtype
+        # and device; the number of dimensions is checked here.
         if isinstance(x, (tuple, list)) or _values(x).dim() != 2:
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
         like = _values(x)
@@ -212,7 +212,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
             adj = self._structure(like, edge_index, size)
         if not isinstance(adj, Adjacency) or (reduce := self._reduce()) not in ("sum", "mean"):
             return super().forward(_dense(x, self.maxk), edge_index, size)
-        # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
+        # PyG multiplies by the values of a torch.sparse matrix, but ignores the values of a SparseTensor.
         value = (
             None if getattr(edge_index, "layout", torch.strided) is torch.strided else values_of(edge_index)
         )

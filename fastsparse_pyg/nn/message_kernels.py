@@ -23,20 +23,21 @@ from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
-#: Largest number of elements that are gathered for both ends at once. The gradients of both halves are copied
-#: into one tensor. At 3 TB/s, copying 32 MB takes about 20 us, as long as the three launches that this saves.
+#: Largest number of elements for which one gather reads the features of both ends. In the backward pass, the
+#: gradients of both halves are copied into one tensor. At 3 TB/s, copying 32 MB takes about 20 us, as long as
+#: the three launches that a single gather saves.
 _MOST_JOINED = 1 << 23
-#: Returned in place of a result if the messages' weights are not one per edge or head.
+#: Returned in place of a result if the messages have weights of another shape than one per edge or head.
 NO_COPIES = "no copies"
 
 
 def kernel_of(pattern: Pattern, how: str) -> str:
-    """The kernel that reduces such messages; "" if the messages have to be stored."""
+    """Returns the name of the kernel that reduces the messages of a pattern; "" if they have to be stored."""
     return "spmm" if pattern.kind == "product" and how in PRODUCTS else ""
 
 
 class Copies(NamedTuple):
-    """Fast path for messages that copy the sources' features, with or without weights of the caller.
+    """Fast path for messages that copy the sources' features, with or without weights from the caller.
 
     A repeated call skips the search for arguments, because the host's time decides the time of a small model.
 
@@ -56,7 +57,7 @@ class Copies(NamedTuple):
     def of(
         cls, layer: Any, pattern: Pattern, how: str, names: Signature, given: dict[str, Any]
     ) -> Copies | None:
-        """The fast path for calls of this form; None if one sparse product is not enough."""
+        """Returns the fast path for calls of this form; None if one sparse product is not enough."""
         feature = pattern.feature[:-2]
         if (
             kernel_of(pattern, how) != "spmm"
@@ -78,7 +79,8 @@ class Copies(NamedTuple):
             given: other arguments of `propagate`.
 
         Returns:
-            The result; None if the usual path has to run; `NO_COPIES` if there is not one weight per edge.
+            The result; None if the usual path has to run; `NO_COPIES` if the weights have another shape than
+            one per edge.
         """
         x, state = given[self.feature], layer.__dict__
         if type(x) is tuple and len(x) == 2 and x[0] is x[1]:
@@ -121,19 +123,19 @@ class Copies(NamedTuple):
 
 
 class GatheredMessages(NamedTuple):
-    """Few edges: the layer's own `message`, with fewer steps around it than in PyG's `propagate`.
+    """For few edges, runs the layer's own `message` with less host time around it than PyG's `propagate`.
 
-    Features that are read at both ends are gathered at once, so their gradient is also one sum. Sums use
-    PyTorch's scatter, as in PyG. Other reductions on a GPU use segments, because PyTorch composes them, and
-    their gradients, of up to 15 operators.
+    Features that are read at both ends are gathered by one operator, so their gradient is a single sum. Sums
+    use PyTorch's scatter, as in PyG. Other reductions on a GPU use FastSparse's segments, because PyTorch
+    needs up to 15 operators for a reduction and its gradient.
 
     Attributes:
         message: the `message` method of the layer's class.
         pattern: pattern of `message`.
-        ends: arguments of the caller that are gathered: (name, its name at the sources, at the destinations),
-            "" if it is not gathered there.
-        given: arguments of the caller that are passed on.
-        special: arguments that message passing provides.
+        ends: arguments of the caller that are gathered: (name, name of the rows of the sources, name of the
+            rows of the destinations). A name is "" if nothing is gathered at that end.
+        given: names of the caller's arguments that `message` gets unchanged.
+        special: names of `message`'s arguments that `MessagePassing` itself provides, such as ``index``.
         how: the reduction; "" if PyG's aggregation has to run.
     """
 
@@ -148,7 +150,7 @@ class GatheredMessages(NamedTuple):
     def of(
         cls, layer: Any, pattern: Pattern, how: str, names: Signature, given: Any
     ) -> GatheredMessages | None:
-        """The steps for calls with these arguments; None if PyG's code has to run."""
+        """Returns the steps for calls with these arguments; None if PyG's code has to run."""
         at = {(base, at_dst): name for name, base, at_dst in names.lifted if name in names.message}
         special = tuple(name for name in names.message if name in layer.special_args)
         passed = tuple(name for name in names.message if name not in (*at.values(), *special))
@@ -200,7 +202,7 @@ class GatheredMessages(NamedTuple):
                     (at_src and at_dst)
                     and edge_index.is_contiguous()
                     and edge_index.numel() * x.shape[1:].numel() <= _MOST_JOINED
-                    # A message that was not traced may write into its arguments.
+                    # An untraced `message` may write into its arguments, which must then not share memory.
                     and self.pattern.graph is not None
                     and self.pattern.holds_for(layer)
                 ):
@@ -211,7 +213,7 @@ class GatheredMessages(NamedTuple):
                     arguments[at_src] = x.index_select(0, ends[1 - i])
                 if at_dst:
                     arguments[at_dst] = x.index_select(0, ends[i])
-        except (IndexError, RuntimeError):  # which PyG explains
+        except (IndexError, RuntimeError):  # PyG's code raises its own error
             return None
         for name in self.given:
             arguments[name] = given[name]
@@ -232,7 +234,7 @@ class GatheredMessages(NamedTuple):
                 places = index.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
                 try:
                     return messages.new_zeros(shape).scatter_add_(0, places, messages)
-                except RuntimeError:  # which PyG explains
+                except RuntimeError:  # PyG's code raises its own error
                     return layer.aggregate(messages, index, None, num_nodes)
             options = (num_nodes, num_nodes, state["flow"], False)
             adj = known(edge_index, options)
@@ -247,7 +249,7 @@ class GatheredMessages(NamedTuple):
 
 
 def _is_plain_call(state: dict[str, Any]) -> bool:
-    """Whether nothing is attached to a layer that PyG's `propagate` would call or replace.
+    """True if a layer has no hooks, instance methods or modes that PyG's `propagate` would handle.
 
     Args:
         state: the layer's ``__dict__``.
@@ -269,7 +271,7 @@ _is_tracing = torch._C._is_tracing
 
 
 def reduce_by_kernel(layer: Any, pattern: Pattern, found: Arguments, how: str) -> Tensor | None:
-    """The reduced messages of a pattern that has a kernel; None if the layer has to compute them.
+    """Returns the reduced messages of a pattern that has a kernel; None if the layer has to compute them.
 
     Args:
         layer: the layer.
@@ -295,7 +297,7 @@ def reduce_by_kernel(layer: Any, pattern: Pattern, found: Arguments, how: str) -
         return None
     value: Tensor | None = None
     weight = evaluate(layer, pattern, found)
-    if isinstance(weight, (int, float)):  # the same for all edges, so multiply once per node
+    if isinstance(weight, (int, float)):  # all edges have the same weight, so multiply once per node
         x = x * weight
     elif weight is not None:
         value = _as_value(weight, rest, dim, num_dims, found.dst.num_edges)
@@ -320,7 +322,7 @@ def reduce_by_kernel(layer: Any, pattern: Pattern, found: Arguments, how: str) -
 
 
 def evaluate(layer: Any, pattern: Pattern, found: Arguments) -> Any:
-    """Runs the traced computation of a method, and sets the attributes that the method sets."""
+    """Runs the traced computation of a method, and sets the same attributes of the layer as the method."""
     if pattern.compute is None:
         return None
     found.lift(pattern.names)
@@ -331,17 +333,18 @@ def evaluate(layer: Any, pattern: Pattern, found: Arguments) -> Any:
 
 
 def _fit(shape: tuple[int, ...], x: Tensor) -> torch.Size | None:
-    """The trailing shape of ``x.view(-1, *shape)``; None if the view would change the number of rows."""
+    """Returns the trailing shape of ``x.view(-1, *shape)``; None if the number of rows would change."""
     size = torch.Size(shape)
     return size if x.shape[1:].numel() == size.numel() else None
 
 
 def _as_value(weight: Any, rest: Any, dim: int, num_dims: int, num_edges: int) -> Tensor | None:
-    """Weights as (num_edges, heads); None if they have another form.
+    """Returns weights in the shape (num_edges, heads); None if their shape does not allow this.
 
     Args:
-        weight: broadcast against messages of ``num_dims`` dimensions, the edges along ``dim``.
-        rest: sizes of the messages after that dimension.
+        weight: weights that broadcast against messages of ``num_dims`` dimensions, with the edges along
+            dimension ``dim``.
+        rest: sizes of the messages after dimension ``dim``.
         dim: dimension of the edges.
         num_dims: number of dimensions of the messages.
         num_edges: number of edges.

@@ -1,6 +1,6 @@
-"""Finds out what `message()` computes, by tracing it once.
+"""Traces `message()` once to find out what it computes.
 
-The result is a pattern: a copy of the source's features, weighted or not, or anything else.
+The result is a pattern: either a (weighted) copy of the source's features, or any other computation.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fastsparse_core.message_plans.trace import Untraceable, holds, trace
 from fastsparse_core.replacement import original_of
 from fastsparse_pyg.nn.segments import softmax
 
-#: PyG's functions, each of which a trace records as one step. `enable()` may have replaced them by now.
+#: PyG's own functions, also after `enable()`. A trace records a call of each as one step.
 SOFTMAX = original_of(torch_geometric.utils.softmax)
 SCATTER = original_of(torch_geometric.utils.scatter)
 _FUNCTIONS = (SOFTMAX, SCATTER)
 _MUL = (operator.mul, torch.mul, "mul")
 _DIV = (operator.truediv, torch.div, torch.true_divide, "div")
-#: A factor of a message, and whether it divides.
+#: A factor of a message, and True if the message is divided by this factor.
 Factor = tuple[Node | float, bool]
 
 
@@ -44,7 +44,7 @@ class Pattern:
         compute: method of the layer that returns (weights per edge or the whole result, attributes to set);
             None: there are neither weights nor attributes, or the traced method itself has to run.
         names: arguments of ``compute``.
-        is_weighted: whether there are weights.
+        is_weighted: whether the features are multiplied by weights.
         guards: attributes of the layer that the method reads, with their values in the trace.
         reason: why the kind is ``"any"``.
         graph: the trace.
@@ -67,11 +67,11 @@ class Pattern:
 
     @property
     def is_untraced(self) -> bool:
-        """Whether the method could not be traced; `reason` says why."""
+        """True if the method could not be traced; `reason` says why."""
         return self.graph is None and bool(self.reason)
 
     def holds_for(self, layer: nn.Module) -> bool:
-        """Whether the layer's attributes are those of the trace."""
+        """True if the layer's attributes have the same values as in the trace."""
         return holds(self.guards, layer)
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ def find_pattern(
         return replace(found, graph=graph, assigned=assigned)
     except Untraceable as reason:
         return Pattern(guards=guards, reason=str(reason))
-    except Exception as error:  # symbols of the trace do not support all operations
+    except Exception as error:  # symbolic tracing does not support all operations, and may raise any error
         said = str(error).splitlines()
         return Pattern(guards=guards, reason=f"cannot be traced ({(said or [type(error).__name__])[0][:60]})")
 
@@ -136,9 +136,9 @@ def find_joint_pattern(
                     copies[node] = copies[name] = graph.node_copy(node, copies.__getitem__)
             assigned.update({name: copies[node] for name, node in sets.items()})
         graph.output(out)
-    except Exception as error:  # unsupported operations of symbols, and `Untraceable`
+    except Exception as error:  # operations that symbolic tracing does not support, and `Untraceable`
         return Pattern(guards=guards, reason=str(error))
-    ordered = Graph()  # placeholders first
+    ordered = Graph()  # a graph must begin with its placeholders
     nodes = sorted(graph.nodes, key=lambda node: node.op != "placeholder")
     new: dict[Node, Node] = {}
     for node in nodes:
@@ -187,7 +187,7 @@ def _product(graph: Graph, out: Node, assigned: dict[str, Node], guards: dict[st
 
 
 def _factors(node: Any, inverse: bool, found: list[Factor]) -> bool:
-    """The factors of a product, and whether each divides."""
+    """Appends the factors of a product to ``found``; returns False if an argument is not a factor."""
     if isinstance(node, (int, float)):
         found.append((node, inverse))
         return True
@@ -204,7 +204,7 @@ def _factors(node: Any, inverse: bool, found: list[Factor]) -> bool:
 
 
 def _feature(node: Node) -> tuple[str, tuple[int, ...] | None] | None:
-    """(argument, trailing shape) if a node is an argument of the sources or a view of one; else None."""
+    """Returns (argument, trailing shape) for an argument of the sources, or a view of one; else None."""
     if node.op == "placeholder":
         name = str(node.target)
         return (name, None) if name.endswith("_j") and name not in ("edge_index_j", "size_j") else None
@@ -214,7 +214,7 @@ def _feature(node: Node) -> tuple[str, tuple[int, ...] | None] | None:
 
 
 def _view(node: Node) -> tuple[Node, tuple[int, ...]] | None:
-    """(viewed node, trailing shape) of a ``view(-1, ...)``, which keeps the edges first; else None."""
+    """Returns (viewed node, trailing shape) for ``view(-1, ...)``, which keeps the edges first; else None."""
     if node.op != "call_method" or node.target not in ("view", "reshape"):
         return None
     source, *sizes = node.args
@@ -228,7 +228,7 @@ def _view(node: Node) -> tuple[Node, tuple[int, ...]] | None:
 
 
 def _reciprocal(divisor: Any) -> Any:
-    """The reciprocal of a tensor or of a number, which may be 0."""
+    """Returns the reciprocal of a tensor or of a number; the number may be 0."""
     if isinstance(divisor, Tensor):
         return divisor.reciprocal()
     return 1 / divisor if divisor else math.copysign(math.inf, divisor)

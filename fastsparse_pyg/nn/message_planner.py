@@ -1,4 +1,4 @@
-"""Message plans for PyG's layers."""
+"""Finds message plans for PyG's layers, and runs them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FEW = "few edges"
 
 
 def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str, are_few: bool = False) -> Any:
-    """The messages of a pattern that has a plan, reduced; None if it has none; or `FEW`.
+    """Reduces the messages of a pattern by its plan; returns None if it has no plan, or `FEW`.
 
     Args:
         layer: the layer.
         pattern: pattern of its `message` or `edge_update`.
         found: arguments of its methods.
-        how: the reduction; "" if the layer has its own; `PER_EDGE` to return the messages unreduced; `OWN` if
-            the pattern contains the reduction.
+        how: the reduction; "" if the layer's own code reduces; `PER_EDGE` to return the messages unreduced;
+            `OWN` if the pattern contains the reduction.
         are_few: whether there are so few edges that launch overhead decides the time.
     """
     is_copy = pattern.kind == "product" and pattern.compute is None
@@ -62,7 +62,7 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str, are
 
 
 def _kind_of(found: Arguments, pattern: Pattern) -> tuple[Any, ...] | None:
-    """A key of the arguments' properties that a plan depends on; None if no plan supports them."""
+    """Returns a key of the arguments' properties on which a plan depends; None if no plan supports them."""
     dst, src = found.dst, found.src
     if not dst.is_current() or dst.num_edges < max(dst.num_nodes, src.num_nodes):
         return None
@@ -91,12 +91,12 @@ def _kind_of(found: Arguments, pattern: Pattern) -> tuple[Any, ...] | None:
 def _find_plan(
     layer: nn.Module, pattern: Pattern, found: Arguments, how: str, mixed: torch.dtype | None, are_few: bool
 ) -> Plan | str:
-    """The plan of a traced message; or the reason why there is none that is faster than the message."""
+    """Returns the plan of a traced message; or the reason why no plan is faster than the message itself."""
     graph, assigned = pattern.graph, pattern.assigned
     assert graph is not None
     try:
         planner = _Planner(layer, found, mixed)
-        if are_few:  # generated kernels take a second to compile, and longer to launch than PyG's operators
+        if are_few:  # generated kernels compile for a second, and launch more slowly than PyG's operators
             planner.generates = False
         plan = planner.plan(graph, how, assigned)
         if mixed is None:

@@ -60,14 +60,14 @@ class FastMFConv(FastConv, MFConv):
         for lin, lin_root, of_sums, of_roots in zip(self.lins_l, self.lins_r, sums, roots, strict=True):
             out = lin(of_sums)
             if of_roots is not None:
-                plain = is_plain_linear(lin)  # hooks may have stored `out`, which `add_linear` overwrites
+                plain = is_plain_linear(lin)  # `add_linear` overwrites `out`, which hooks may have stored
                 out = add_linear(out, (of_roots,), (lin_root,), Linear) if plain else out + lin_root(of_roots)
             parts.append(out)
         return torch.cat(parts).index_select(0, place)
 
 
 def _by_degree(adj: Adjacency, most: int) -> tuple[Tensor, Tensor, list[int]]:
-    """The destinations sorted by degree, the inverse permutation, and the number of nodes per degree."""
+    """Returns the destinations sorted by degree, the inverse permutation, and the nodes per degree."""
     degree = adj.in_degree().clamp(max=most)
     order = degree.argsort(stable=True)
     return order, order.argsort(), torch.bincount(degree, minlength=most + 1).tolist()

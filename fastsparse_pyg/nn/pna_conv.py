@@ -43,7 +43,7 @@ _AGGREGATIONS = {
     VarAggregation: "var",
     StdAggregation: "std",
 }
-#: Scaler -> (whether the factor is average / f(degree), not f(degree) / average; the function f).
+#: Scaler -> (is_inverse, f). The factor is f(degree) / average, or average / f(degree) if ``is_inverse``.
 _OF_DEGREE: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
     "amplification": (False, lambda degree: torch.log(degree + 1)),
     "attenuation": (True, lambda degree: torch.log(degree.clamp(min=1) + 1)),
@@ -121,11 +121,11 @@ class FastPNAConv(FastConv, PNAConv):
                 f"got shape {tuple(edge_attr.shape)}"
             )
         width, shared = self.F_in, not self.divide_input
-        # Not comprehensions, which are function calls in Python 3.11.
+        # Comprehensions would be function calls in Python 3.11.
         of_own, weights, own_biases = [], [], []
         for nn in post_nns:
-            # A split has one gradient tensor. With slices, autograd would make a zero-filled matrix of full
-            # size for each of them.
+            # The gradient of a split is one tensor. The gradient of each slice would be a zero-filled matrix
+            # of full size.
             of_node, rest = nn[0].weight.split_with_sizes([width, nn[0].weight.size(1) - width], 1)
             of_own.append(of_node)
             weights.append(rest)
@@ -160,7 +160,7 @@ class FastPNAConv(FastConv, PNAConv):
         return modules["lin"](out)
 
     def _messages(self, x: Tensor, edge_index: Any, adj: Adjacency, edge_attr: Tensor | None) -> Tensor:
-        """PyG's messages (E, towers * F_in), in the order of the edges."""
+        """Computes PyG's messages (E, towers * F_in), in the order of the edges."""
         edges = to_edge_index(adj, self.flow) if isinstance(edge_index, Adjacency) else edge_index
         source, target = (0, 1) if self.flow == "source_to_target" else (1, 0)
         shape = (-1, self.towers, self.F_in)
@@ -171,7 +171,7 @@ class FastPNAConv(FastConv, PNAConv):
     def _factors(
         self, adj: Adjacency, dtype: torch.dtype, scaler: DegreeScalerAggregation
     ) -> list[Tensor | None]:
-        """For every scaler, the factor of each node's aggregations; None: 1."""
+        """Returns the factors of the nodes' aggregations for every scaler; None if they are 1."""
         dtype, factors = ACCUMULATION_DTYPE[dtype], []
         for name in scaler.scaler:
             factor: Tensor | None = None
@@ -226,7 +226,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def are_linear(nns: Iterable[Any], begin: bool = False) -> bool:
-    """Whether each tower's network is one plain linear map, or, with ``begin``, begins with one."""
+    """True if the network of each tower is one plain linear map, or begins with one if ``begin``."""
     for nn in nns:
         if type(nn) is not Sequential or nn._forward_hooks or nn._forward_pre_hooks or nn._backward_hooks:
             return False
@@ -236,7 +236,7 @@ def are_linear(nns: Iterable[Any], begin: bool = False) -> bool:
 
 
 def aggregation_names(scaler: Any) -> list[str]:
-    """Names of the aggregations of a PNA layer; "" for one that has no kernel."""
+    """Returns the names of a PNA layer's aggregations; "" for an aggregation without a kernel."""
     several: Any = getattr(scaler, "aggr", None)
     if type(several) is not MultiAggregation or several.mode != "cat":
         return [""]
@@ -252,11 +252,11 @@ def aggregation_names(scaler: Any) -> list[str]:
 
 
 def why_no_kernel(layer: PNAConv, names: Sequence[str] | None = None) -> Reason | None:
-    """Why a PNA layer always runs PyG's own code; None if it does not.
+    """Returns why a PNA layer always runs PyG's own code; None if kernels can run.
 
     Args:
         layer: the layer.
-        names: :func:`aggregation_names` of it, if they are known.
+        names: result of :func:`aggregation_names` for the layer; None: computed here.
     """
     scaler = layer.aggr_module
     if type(scaler) is not DegreeScalerAggregation:

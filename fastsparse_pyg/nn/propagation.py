@@ -35,7 +35,7 @@ class Propagation(NamedTuple):
 
     Attributes:
         adj: structure of V.
-        value: values of V in the structure's value order; None: all 1.
+        value: values of V, (num_values,), in the structure's value order; None: all are 1.
         scale_dst: s, a constant (num_nodes,); None: all 1.
         scale_src: t, like s. It may differ from s for nodes without outgoing edges.
         adds_loops: whether the kernel has to add a loop to every node, because V has no loops.
@@ -67,18 +67,18 @@ class Propagation(NamedTuple):
         return (self.scale_src[src] * weight * self.scale_dst[dst]).to(weight.dtype)
 
     def to(self, device: torch.device) -> Propagation:
-        """The same on another device."""
+        """Returns the matrix on another device."""
         moved = (None if part is None else part.to(device) for part in self[:4])
         return Propagation(*moved)  # type: ignore[arg-type]
 
 
 class _Held(NamedTuple):
-    """The content of a layer's cache with `cached=True`.
+    """The cached matrix of a layer with `cached=True`.
 
     Attributes:
         propagation: the matrix.
-        as_matrix: whether PyG would store it as a sparse matrix.
-        dtype: dtype of the features. PyG's weights have it if the edges have no weights.
+        as_matrix: whether PyG would store a sparse matrix, not edges and weights.
+        dtype: dtype of the features. PyG's cached weights get this dtype if the edges have no weights.
     """
 
     propagation: Propagation
@@ -86,7 +86,7 @@ class _Held(NamedTuple):
     dtype: torch.dtype
 
     def fits(self, x: Tensor) -> bool:
-        """Whether the number of nodes is the same as when the matrix was made."""
+        """True if the number of nodes is the same as when the matrix was made."""
         adj = self.propagation.adj
         return adj.is_partitioned or adj.num_src == x.size(-2)
 
@@ -94,9 +94,9 @@ class _Held(NamedTuple):
 class Cached:
     """Descriptor for one of the private attributes in which GCNConv caches with `cached=True`.
 
-    The layer stores a :class:`_Held`. When PyG's code (or a user) reads the attribute, it is converted to
-    PyG's form. So explain mode and message hooks work on a cached layer, and its edges are not stored twice.
-    An assigned value, None or PyG's form, replaces the stored one.
+    The layer stores a :class:`_Held`. When PyG's code (or a user) reads the attribute, the stored matrix is
+    converted to PyG's form. So explain mode and message hooks work on a cached layer, and its edges are not
+    stored twice. An assigned value (None, or a matrix in PyG's form) replaces the stored matrix.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -138,11 +138,11 @@ class PropagatingConv(FastConv):
     _matrix_loops: ClassVar[str] = "append"
     _aggregations: ClassVar[tuple[type[Module], ...]] = ANY_REDUCTION
 
-    #: Whether the layer has the option `cached`, with :class:`Cached` attributes for the matrix.
+    #: True if the layer has the option `cached`, with :class:`Cached` attributes for the matrix.
     _caches_matrix: ClassVar[bool] = False
 
     def _original_forward(self, reason: Reason, x: Any, edge_index: Any, *args: Any) -> Tensor:
-        """Like :meth:`FastConv._original_forward`; the first further argument is the edge weight."""
+        """Does the same as :meth:`FastConv._original_forward`; the first further argument is edge weights."""
         if args:
             args = self._written_for_original(x, edge_index, args[0]), *args[1:]
         return super()._original_forward(reason, x, edge_index, *args)
@@ -154,16 +154,17 @@ class PropagatingConv(FastConv):
         edge_weight: Tensor | None,
         normalize: bool | None = None,
     ) -> Propagation | Reason:
-        """The matrix to multiply by, or why PyG's code has to run.
+        """Returns the matrix to multiply by, or why PyG's code has to run.
 
-        It follows the layer's options `add_self_loops`, `improved` and `cached`, if the layer has them.
+        The matrix depends on the layer's options `add_self_loops`, `improved` and `cached`, if the layer has
+        them.
 
         Args:
             x: node features.
             edge_index: edges, sparse matrix or Adjacency.
             edge_weight: one weight per edge, or None.
-            normalize: whether to normalise like PyG's `gcn_norm`; False also adds no loops. None: the layer's
-                option of that name, or True if it has none.
+            normalize: whether to normalise like PyG's `gcn_norm`. If False, no self loops are added either.
+                None: the layer's option `normalize`, or True if the layer does not have this option.
         """
         state = self.__dict__
         if not (state.get("normalize", True) if normalize is None else normalize):
@@ -188,7 +189,7 @@ class PropagatingConv(FastConv):
         return found
 
     def _held(self, slot: str, held: Any, x: Tensor) -> Propagation:
-        """The cached matrix, for the current number of nodes and device."""
+        """Returns the cached matrix, adapted to the current number of nodes and device."""
         if not isinstance(held, _Held):  # PyG's own code ran first and filled the cache
             return self._as_pyg_cached(held, x)
         if not held.fits(x):
@@ -200,7 +201,7 @@ class PropagatingConv(FastConv):
         return held.propagation
 
     def _as_pyg_cached(self, held: Any, x: Tensor) -> Propagation:
-        """The matrix from PyG's cache: a SparseTensor, or edges or a sparse matrix with weights."""
+        """Converts the matrix from PyG's cache: a SparseTensor, or edges or a sparse matrix with weights."""
         edges, weight = (held, None) if isinstance(held, SparseTensor) else held
         adj = resolve(edges, x.size(-2), x.size(-2), x.device, flow=self.flow)
         return Propagation(adj, values_of(edges) if weight is None else weight)
@@ -208,7 +209,7 @@ class PropagatingConv(FastConv):
     def _normalised(
         self, adj: Adjacency, x: Tensor, edge_index: Any, edge_weight: Tensor | None, fill_value: float = 1.0
     ) -> Propagation:
-        """GCN's matrix for a structure that already contains the loops."""
+        """Computes GCN's matrix for a structure that already contains the self loops."""
         if isinstance(edge_index, Tensor) and edge_index.layout is torch.sparse_csc:
             raise NotImplementedError(
                 "edge_index: expected a sparse matrix of layout CSR or COO under normalisation, got CSC; "
@@ -220,14 +221,14 @@ class PropagatingConv(FastConv):
             return Propagation(adj, None, scale, scale)
         if value.requires_grad and torch.is_grad_enabled():
             return Propagation(adj, symmetric_weights(adj, value))
-        # Degrees are sums of many terms, so they are never computed in 16 bits, even under autocast.
+        # Degrees are sums of many terms, and 16 bits are too few for them, so autocast is off here.
         with torch.autocast(x.device.type, enabled=False):
             dtype = accumulation_dtype(value.dtype)
             degree = spmm(adj, torch.ones(adj.num_src, 1, dtype=dtype, device=x.device), value)
             scale = degree.pow(-0.5).squeeze(1)
             scale = scale.masked_fill(scale == float("inf"), 0)
-            # With weights below 0, the root of a degree may be NaN. It must not be multiplied by the
-            # empty sum of a node without outgoing edges, whose gradient is 0.
+            # With negative weights, the root of a degree may be NaN. For a node without outgoing edges it is
+            # replaced by 0, because the gradient of this node is 0, and 0 times NaN would be NaN.
             return Propagation(adj, value, scale, scale.masked_fill(_has_no_outgoing(adj), 0))
 
     def _value(
@@ -238,14 +239,15 @@ class PropagatingConv(FastConv):
         edge_weight: Tensor | None,
         fill_value: float = 1.0,
     ) -> Tensor | None:
-        """Values of the structure, including those of its self loops; None: all 1."""
+        """Returns the values of the structure, including its self loops; None if all are 1."""
         is_matrix = type(edge_index) is not Tensor or edge_index.layout is not torch.strided
         is_matrix = is_matrix and is_sparse_matrix(edge_index)
         value = values_of(edge_index) if is_matrix else edge_weight
         has_loops = adj.has_inserted_loops
         num_given = adj.num_values - min(adj.shape) if has_loops else adj.num_values
         if value is None:
-            # In PyG 2.8, `improved` gives loops the value 2 only if edges have values. Matrices always do.
+            # In PyG 2.8, `improved` gives self loops the value 2 only if the edges have values, as the edges
+            # of a matrix always have.
             if not (fill_value != 1.0 and is_matrix and has_loops):
                 return None
             value = torch.ones(num_given, dtype=x.dtype, device=x.device)
@@ -259,7 +261,7 @@ class PropagatingConv(FastConv):
         return adj.extend_value(value, fill_value, keep_existing=not isinstance(edge_index, SparseTensor))
 
     def _written_for_original(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Tensor | None:
-        """Edge weights for PyG's code, in the order of `to_edge_index`, including those of inserted loops."""
+        """Returns edge weights for PyG's code, including inserted loops, in the order of `to_edge_index`."""
         if not isinstance(edge_index, Adjacency) or edge_weight is None:
             return edge_weight
         return Propagation(edge_index, self._value(edge_index, x, edge_index, edge_weight)).edge_weight(
@@ -267,7 +269,7 @@ class PropagatingConv(FastConv):
         )
 
     def _multiply(self, propagation: Propagation, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The matrix times the features, in PyG's dtype."""
+        """Multiplies the matrix by the features; the result has the same dtype as in PyG."""
         adj, value, *scales, _ = propagation
         if value is not None:
             dtype = message_dtype(x, value)
@@ -283,7 +285,7 @@ class PropagatingConv(FastConv):
         terms: Sequence[Tensor] = (),
         alpha: float | None = None,
     ) -> Sequence[Tensor]:
-        """Features after each of several products; arguments as in `propagate`."""
+        """Returns the features after each of several products. Arguments are the same as in `propagate`."""
         adj, value, scale_dst, scale_src, _ = matrix
         reduce = REDUCE[type(self._modules["aggr_module"])]
         if reduce == "sum" and self.__dict__["node_dim"] in (-2, 0) and not isinstance(alpha, Tensor):
@@ -299,12 +301,12 @@ class PropagatingConv(FastConv):
         return steps
 
     def _is_linear(self) -> bool:
-        """Whether a linear layer may be applied before or after the aggregation."""
+        """True if a linear layer may be applied before or after the aggregation."""
         return self._reduce() in ("sum", "mean")
 
 
 def mixed(out: Tensor, x: Tensor, alpha: Any) -> Tensor:
-    """(1 - alpha) out + alpha x."""
+    """Returns (1 - alpha) * out + alpha * x."""
     if isinstance(alpha, Tensor):
         return out * (1 - alpha) + alpha * x
     return torch.lerp(out, x.to(out.dtype), alpha)
@@ -317,7 +319,7 @@ def _has_no_outgoing(adj: Adjacency) -> Tensor:
 def _check_weight(edge_weight: Any, num_edges: int, x: Tensor) -> Tensor:
     if not isinstance(edge_weight, Tensor):
         raise TypeError(f"edge_weight: expected a tensor or None, got {type(edge_weight).__name__}")
-    # Not `shape in (...)`, which torch.compile evaluates wrongly if a size is symbolic.
+    # torch.compile evaluates `shape in (...)` wrongly if a size is symbolic.
     if not (edge_weight.dim() in (1, 2) and edge_weight.size(0) == num_edges == edge_weight.numel()):
         raise ValueError(
             f"edge_weight: expected one weight per edge, shape ({num_edges},), got {tuple(edge_weight.shape)}"
@@ -331,5 +333,5 @@ def _check_weight(edge_weight: Any, num_edges: int, x: Tensor) -> Tensor:
 
 
 def message_dtype(x: Tensor, value: Tensor) -> torch.dtype:
-    """Dtype of PyG's product of features and weights, which promotes: float16 times float32 is float32."""
+    """Returns the dtype of PyG's product of features and weights: float16 times float32 is float32."""
     return x.dtype if torch.is_autocast_enabled(x.device.type) else torch.promote_types(x.dtype, value.dtype)

@@ -51,8 +51,8 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
             y: labels, int64 (num_nodes,), or a number per node and class.
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
             mask: nodes whose labels are known, as a bool mask (num_nodes,) or indices; None: all nodes.
-            edge_weight: floating (E,), used without normalisation; None: the symmetric normalisation of the
-                formula above.
+            edge_weight: edge weights, floating (E,), which are used without normalisation; None: the
+                symmetric normalisation of the formula above.
             post_step: function that is applied to the labels after every step; None: labels are clamped to
                 the range from 0 to 1.
         """
@@ -68,7 +68,7 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
         if isinstance(matrix, Reason):
             edge_weight = self._written_for_original(labels, edge_index, edge_weight)
             return FastConv._original_forward(self, matrix, y, edge_index, mask, edge_weight, post_step)
-        # PyG gives edges without weights float32 weights, so its sums are at least float32.
+        # For edges without weights, PyG makes float32 weights, so its sums are at least float32.
         dtype = torch.promote_types(out.dtype, torch.float32 if matrix.value is None else matrix.value.dtype)
         rest = ((1 - self.alpha) * out).to(dtype)
         for _ in range(self.num_layers):

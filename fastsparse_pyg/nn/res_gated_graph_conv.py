@@ -98,7 +98,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         return add_bias(out, self.bias) if out.dtype == self.bias.dtype else out + self.bias
 
     def _joined(self, adj: Adjacency, x: Tensor, edge_attr: Tensor | None) -> Tensor | None:
-        """The layer as one autograd node; None if the caller has to check further."""
+        """Computes the layer as one autograd node; None if the caller has to make more checks first."""
         state = self.__dict__
         modules, features = state["_modules"], 0 if edge_attr is None else edge_attr.shape[1]
         if not is_plain_eager(x) or (edge_attr is not None and type(edge_attr) is not Tensor):
@@ -108,7 +108,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         shape = (state["out_channels"], x.shape[1] + features)
         for name in ("lin_query", "lin_value", "lin_key"):
             lin = modules[name]
-            if edge_attr is None and not is_plain_linear(lin):  # with edge features, `_reason` has checked it
+            if edge_attr is None and not is_plain_linear(lin):  # `_reason` checks this with edge features
                 return None
             weight, bias = lin._parameters["weight"], lin._parameters["bias"]
             if bias is None or weight.shape != shape:
@@ -126,7 +126,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         return gated_layer(adj, x, edge_attr, weights, biases, root, bias, under)
 
     def _projected(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys of the destinations, queries and values of the sources."""
+        """Returns the keys of the destinations, and the queries and values of the sources."""
         if x[0] is x[1]:
             query, value, key = project(x[0], self.lin_query, self.lin_value, self.lin_key)
         else:
@@ -135,9 +135,9 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         return key, query, value
 
     def _taken_apart(self, x: tuple[Tensor, Tensor], edge_width: int) -> tuple[Tensor, ...]:
-        """Keys, queries and values from the nodes' columns of the maps; and the edges' columns of the maps.
+        """Splits the linear maps: returns keys, queries and values of the nodes, and two matrices for edges.
 
-        The edges' columns are two matrices: one for the gates and one for the values.
+        The matrices are the columns of the maps for edge features: one for the gates, one for the values.
         """
         maps = (self.lin_query, self.lin_value, self.lin_key)
         of_nodes, of_edges = [], []
@@ -156,7 +156,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         else:
             query, value = product(x[0], 0, 2)
             key = linear_before_sum(x[1], of_nodes[2], self.lin_key.bias)
-        # Both ends of an edge add a map of its features, so the gate gets one product.
+        # The maps of both ends of an edge apply to its features, so the gate uses the sum of the matrices.
         return key, query, value, of_edges[0] + of_edges[2], of_edges[1]
 
     def _reason(
@@ -189,7 +189,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
 
 
 def _is_sigmoid(act: Any) -> bool:
-    """Whether a gating function is the sigmoid and nothing else."""
+    """True if a gating function is the sigmoid."""
     if type(act) is torch.nn.Sigmoid:
         return not (act._forward_hooks or act._forward_pre_hooks or act._backward_hooks)
     return act in (torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.special.expit)

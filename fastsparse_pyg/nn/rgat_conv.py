@@ -24,13 +24,14 @@ from fastsparse_pyg.nn.base import FEW_ON_GPU, are_few_on_gpu, known, raise_feat
 from fastsparse_pyg.relations import options_of, reason_against_relations, relations_of
 
 #: On a GPU, all nodes are multiplied by all matrices at once, up to these numbers of nodes times relations
-#: and of nodes times output features. Otherwise each relation needs six products, whose launches would take
-#: longer than the additional work on the GPU. A step on a hundredth of AM (46 relations) takes an H200 1.5
-#: ms, and 10.5 ms relation by relation; on a hundredth of MAG (4 relations) 2.3 and 5.0 ms.
+#: and of nodes times output features. Relation by relation, six products per relation would be needed, and
+#: launching them would take longer than the additional work on the GPU. On an H200, a step on a hundredth of
+#: AM (46 relations) takes 1.5 ms, and 10.5 ms relation by relation. On a hundredth of MAG (4 relations), it
+#: takes 2.3 ms and 5.0 ms.
 _FEW_PAIRS, _FEW_FEATURES = 1 << 20, 1 << 21
-#: The limit for multiplying all nodes by all matrices on the CPU: nodes times elements of the matrices. A
-#: step on 1,000 nodes, 3,000 edges and 4 relations with 16 features takes one thread 1.4 ms, and 1.9 ms
-#: relation by relation.
+#: On the CPU, all nodes are multiplied by all matrices up to this number of nodes times elements of the
+#: matrices. In one thread, a step on 1,000 nodes, 3,000 edges and 4 relations with 16 features takes 1.4 ms,
+#: and 1.9 ms relation by relation.
 _FEW_PRODUCTS = 1 << 20
 
 
@@ -99,7 +100,7 @@ class FastRGATConv(AttentionConv, RGATConv):
             return self._original_forward(
                 reason, x, edge_index, edge_type, edge_attr, size, return_attention_weights
             )
-        assert isinstance(edge_index, Tensor)  # `_reason` has checked it
+        assert isinstance(edge_index, Tensor)  # for type checkers; `_reason` has checked the type
         num_nodes = x.size(0)
         given = (num_nodes, num_nodes), self.num_relations, self.flow
         relations = known(edge_index, options_of(*given), edge_type)
@@ -117,7 +118,8 @@ class FastRGATConv(AttentionConv, RGATConv):
             if out is not None:
                 return self.update(out if self.concat else out.view(-1, self.heads, self.out_channels))
         sources, destinations = relations.src_pairs, relations.dst_pairs
-        # `weight @ q` is computed first, because it is narrower than the features; not possible for blocks.
+        # `weight @ q` is computed first, because the product is narrower than the features. Blocks of weights
+        # do not allow this.
         if takes_every_pair:
             by_feature = weight.transpose(0, 1).contiguous()
             maps = by_feature, by_feature @ self.k, by_feature @ self.q
@@ -149,7 +151,7 @@ class FastRGATConv(AttentionConv, RGATConv):
         return (out, (edge_index, alpha)) if with_weights else out
 
     def _takes_every_pair(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether to multiply all nodes by the matrices of all relations."""
+        """True if all nodes should be multiplied by the matrices of all relations."""
         if weight.dim() != 3:
             return False
         if not x.is_cuda:
@@ -157,21 +159,21 @@ class FastRGATConv(AttentionConv, RGATConv):
         return x.size(0) * self.num_relations <= _FEW_PAIRS and x.size(0) * weight.size(2) <= _FEW_FEATURES
 
     def _weight(self) -> Tensor:
-        """The relations' matrices, (R, in, H * out) or (R, blocks, in / blocks, H * out / blocks)."""
+        """Returns the relations' matrices: (R, in, H * out) or (R, blocks, in / blocks, H * out / blocks)."""
         if self.num_bases is None:
             return self.weight
         weight = self.att @ self.basis.view(self.num_bases, -1)
         return weight.view(self.num_relations, self.in_channels, self.heads * self.out_channels)
 
     def _edge_scores(self, edge_attr: Tensor) -> Tensor:
-        """The edge features' part of the scores, a summand or factor, (E, H * dim)."""
+        """Computes the edge features' part of the scores, (E, H * dim): a summand or a factor."""
         scores: Tensor = self.lin_edge(edge_attr if edge_attr.dim() == 2 else edge_attr[:, None]) @ self.e
         return scores
 
     def _fused(
         self, relations: Relations, rows: Tensor, key: Tensor, of_dst: Tensor, of_edge: Tensor | None
     ) -> Tensor:
-        """Additive attention that stores no features per edge; returns (N, H, out)."""
+        """Computes additive attention without storing features per edge; returns (N, H, out)."""
         values = rows.view(-1, self.heads, self.out_channels)
         dropout = self.dropout if self.training else 0.0
         if self.attention_mechanism == "within-relation":
@@ -186,7 +188,7 @@ class FastRGATConv(AttentionConv, RGATConv):
         return additive_attention(relations.from_pairs, none, key, values, self.negative_slope, bias, dropout)
 
     def _weighted(self, relations: Relations, rows: Tensor, alpha: Tensor) -> Tensor:
-        """Sums with given attention weights, modified by the option `mod`."""
+        """Sums the neighbours with these attention weights, which the option `mod` modifies first."""
         adj, heads = relations.from_pairs, (-1, self.heads, self.out_channels)
         degree = adj.in_degree().to(alpha.dtype)[:, None]
         plus: Tensor | None = None

@@ -29,20 +29,21 @@ _NEITHER = Reason(
     "features that are neither one matrix nor one vector of indices per side", fallback.PLAIN_FEATURES
 )
 _INT32_MAX = 2**31 - 1
-#: Number of destinations times relations up to which one product for all pairs is faster. It also computes
-#: rows of pairs without edges, but takes less time on the host.
+#: Up to this number of destinations times relations, one product for all pairs is faster. The product also
+#: computes rows of pairs without edges, but takes less time on the host.
 FEW_PAIRS = 65_536
 
 
 class _RelationalConv(FastConv):
     """Base of both forms of RGCN.
 
-    One form cannot be a subclass of the other: PyG caches templates by class, and the messages differ.
+    Neither form can be a subclass of the other, because PyG caches templates by class and their messages
+    differ.
     """
 
     _aggregations = ANY_REDUCTION
     _fusible: ClassVar[bool] = False
-    #: Whether PyG adds the relations' results to zeros of the default dtype.
+    #: True if PyG adds the relations' results to zeros of the default dtype.
     _onto_zeros: ClassVar[bool] = True
 
     def forward(self, x: Any, edge_index: EdgesLike, edge_type: OptTensor = None) -> Tensor:
@@ -96,7 +97,7 @@ class _RelationalConv(FastConv):
                 bias = self.bias
                 if bias is None or whole.dtype == bias.dtype:
                     return whole
-                # Autocast does not reach PyG's sum with the bias.
+                # Autocast does not change the dtype of PyG's sum with the bias.
                 return whole.to(torch.promote_types(whole.dtype, bias.dtype))
         if x_l.is_floating_point():
             out = self._of_features(relations, written_out(x_l), weight)
@@ -109,20 +110,20 @@ class _RelationalConv(FastConv):
         return out if self.bias is None else out + self.bias
 
     def _drops_unknown(self) -> bool:
-        """Whether edges of unknown types are ignored, as PyG's RGCNConv does if it does not count types."""
+        """True if edges of unknown types are ignored, as in PyG's RGCNConv without `segment_matmul`."""
         return self.num_blocks is not None or backend.use_segment_matmul is False
 
     def _as_original(self, out: Tensor) -> Tensor:
-        """The result in PyG's dtype."""
+        """Converts the result to the dtype of PyG's result."""
         if self._onto_zeros:
             return out.to(torch.promote_types(out.dtype, torch.get_default_dtype()))
         if out.is_cuda and self._reduce() == "mean" and torch.is_autocast_enabled("cuda"):
-            # PyG takes the reciprocal of counts, in float32 by CUDA's autocast.
+            # PyG divides by counts with a reciprocal, which autocast on CUDA computes in float32.
             return out.to(torch.promote_types(out.dtype, torch.float32))
         return out
 
     def _are_few(self, relations: Relations, x: Tensor, weight: Tensor) -> bool:
-        """Whether one product computes all relations, including rows for pairs without edges."""
+        """True if one product computes all relations, including rows for pairs without edges."""
         return (
             relations.shape[0] * self.num_relations <= FEW_PAIRS
             and weight.dim() == 3
@@ -228,5 +229,5 @@ class FastFastRGCNConv(_RelationalConv, pyg.FastRGCNConv):
         if isinstance(x_src, Tensor) and not x_src.is_floating_point():
             return Reason(
                 "features that are indices", "Use RGCNConv"
-            )  # PyG's layer reads the nodes' numbers instead of them
+            )  # PyG's layer ignores these indices, and uses the nodes' numbers instead
         return super()._reason(x_src, x_dst, edge_index, edge_type)

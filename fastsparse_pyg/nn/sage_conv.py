@@ -50,8 +50,8 @@ class FastSAGEConv(FastConv, SAGEConv):
         """Computes the new node features.
 
         Args:
-            x: node features (N, F_in), float64, float32, float16 or bfloat16, or (source features,
-                destination features or None).
+            x: node features (N, F_in), or (source features (N_src, F_src), destination features
+                (N_dst, F_dst) or None); float64, float32, float16 or bfloat16.
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
             size: (number of sources, number of destinations), for edge lists.
 
@@ -66,7 +66,7 @@ class FastSAGEConv(FastConv, SAGEConv):
         if isinstance(adj, Reason):
             return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
+        # PyG multiplies by the values of a torch.sparse matrix, but ignores the values of a SparseTensor.
         value = (
             None if getattr(edge_index, "layout", torch.strided) is torch.strided else values_of(edge_index)
         )
@@ -79,13 +79,13 @@ class FastSAGEConv(FastConv, SAGEConv):
         return F.normalize(out, p=2.0, dim=-1) if state["normalize"] else out
 
     def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """The sum over neighbours that :func:`fastsparse_pyg.tiled` computes for every tile."""
+        """Computes the sum over neighbours for one tile of :func:`fastsparse_pyg.tiled`."""
         if self.project and hasattr(self, "lin"):
             raise_untiled(self, "project=True")
         return self._plain_sum(x, edges)._replace(reads_own=self.root_weight)
 
     def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
-        """The result of the layer from a tile's sums, for :func:`fastsparse_pyg.tiled`."""
+        """Computes the layer's result from the sums of a tile of :func:`fastsparse_pyg.tiled`."""
         out: Tensor = self.lin_l(sums)
         if self.root_weight:
             out = out + self.lin_r(x)

@@ -25,7 +25,7 @@ def softmax(
     num_nodes: int | None = None,
     dim: int = 0,
 ) -> Tensor:
-    """PyG's ``softmax``; one operator computes it if the index is a :class:`NodeIndex`."""
+    """Computes PyG's ``softmax``, with one operator if the index is a :class:`NodeIndex`."""
     if (
         isinstance(index, NodeIndex)
         and index.dim() == 1
@@ -39,9 +39,9 @@ def softmax(
 
 # ---------------------------------------------------------------- PyG's aggregations
 
-_LEAST_VARIANCE = 1e-5  # of PyG's StdAggregation
+_LEAST_VARIANCE = 1e-5  # lower limit of the variance in PyG's StdAggregation
 
-#: PyG's aggregation -> name of the reduction; "softmax" and "std" are composed of others.
+#: PyG's aggregation -> name of the reduction. "softmax" and "std" are computed from other reductions.
 _AGGREGATIONS = {
     aggr.SumAggregation: "sum",
     aggr.MeanAggregation: "mean",
@@ -55,29 +55,29 @@ _AGGREGATIONS = {
 
 
 def reduction_of(module: Any) -> str:
-    """Name of the reduction of a PyG aggregation; "" if :func:`aggregate` does not support it."""
+    """Returns the name of a PyG aggregation's reduction; "" if :func:`aggregate` does not support it."""
     how = _AGGREGATIONS.get(type(module), "")
     if not how or module._forward_hooks or module._forward_pre_hooks:
         return ""
-    # With `semi_grad`, PyG computes the gradient of only a part of the formula.
+    # With `semi_grad`, PyG computes the gradient of only one term of the variance.
     if (how == "var" and module.semi_grad) or (how == "std" and module.var_aggr.semi_grad):
         return ""
     return how
 
 
 def is_softmax_of_messages(module: Any) -> bool:
-    """Whether a softmax aggregation uses the unscaled messages as scores, with their full gradient."""
+    """True if a softmax aggregation uses the unscaled messages as scores, with their full gradient."""
     is_unscaled = isinstance(module.t, (int, float)) and module.t == 1
     return is_unscaled and not module.semi_grad and module.channels == 1
 
 
 def aggregate(messages: Tensor, end: EdgeEnd, how: str, module: Any, dim: int) -> Tensor | None:
-    """Computes a PyG aggregation; None if its own code has to run.
+    """Computes a PyG aggregation; returns None if PyG's own code has to run.
 
     Args:
         messages: floating, with the edges along ``dim``.
-        end: the end of the edges whose nodes the messages go to.
-        how: :func:`reduction_of` the aggregation.
+        end: the end of the edges at which the messages are reduced.
+        how: result of :func:`reduction_of` for the aggregation.
         module: the aggregation.
         dim: dimension of the edges.
     """
@@ -99,19 +99,19 @@ def aggregate(messages: Tensor, end: EdgeEnd, how: str, module: Any, dim: int) -
 
 
 class NodeIndex(Tensor):
-    """The index of one end of the edges, for code that scatters or gathers by it with PyTorch's functions.
+    """The node ids of one end of the edges, (E,), for code that uses them in PyTorch's scatter and gather.
 
-    Such calls are replaced by :func:`gather` and :func:`reduce`; in all other calls it acts as a plain
-    tensor.
+    Such calls are replaced by :func:`gather` and :func:`reduce`. In all other calls, this object acts as a
+    plain tensor.
     """
 
     end: EdgeEnd
-    #: Dimension of the index in a broadcast view of it; 0 for the index itself.
+    #: Dimension of the edges, if this is a broadcast view of the index; 0 for the index itself.
     along: int
 
     @classmethod
     def of(cls, end: EdgeEnd) -> NodeIndex:
-        """The index of this end, in int64 like the indices that PyG passes to messages (`for_pyg`)."""
+        """Returns the index of an end as int64, like the indices that PyG passes to messages (`for_pyg`)."""
         index = end.index.long().as_subclass(cls)
         index.end, index.along = end, 0
         return index
@@ -134,7 +134,7 @@ class NodeIndex(Tensor):
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        """A plain tensor."""
+        """Returns a plain tensor, because a copy has no `EdgeEnd`."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).clone()
 
@@ -221,7 +221,7 @@ def _getitem(func: Any, x: Any, index: Any) -> Any:
     return _index_select(func, x, 0, index) if isinstance(x, Tensor) else NotImplemented
 
 
-#: PyTorch function -> its replacement, which returns NotImplemented if the original has to run.
+#: PyTorch function -> its replacement, which returns NotImplemented if PyTorch's function has to run.
 _TAKEN_OVER: dict[Any, Callable[..., Any]] = {
     Tensor.view: _viewed,
     Tensor.reshape: _viewed,

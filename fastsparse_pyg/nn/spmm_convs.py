@@ -89,16 +89,16 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         return self._neighbours_and_root(adj, x_src, x_dst, value, *both)
 
     def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """The sum over neighbours that :func:`fastsparse_pyg.tiled` computes for every tile."""
+        """Computes the sum over neighbours for one tile of :func:`fastsparse_pyg.tiled`."""
         return self._plain_sum(x, edges)
 
     def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
-        """The result of the layer from a tile's sums, for :func:`fastsparse_pyg.tiled`."""
+        """Computes the layer's result from the sums of a tile of :func:`fastsparse_pyg.tiled`."""
         out: Tensor = self.lin_rel(sums) + self.lin_root(x)
         return out
 
     def _weighted(self, adj: Adjacency, x: Tensor, value: Tensor, lin: Any, lin_root: Any) -> Tensor | None:
-        """The layer as one autograd node; None if it has to be computed operator by operator."""
+        """Computes the layer as one autograd node; None if several operators have to compute the layer."""
         reduce = self._reduce()
         if (
             reduce not in ("sum", "mean")
@@ -120,7 +120,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
 
 
 def _is_plain_weight(weight: Any, x: Tensor, adj: Adjacency) -> bool:
-    """Whether edge weights can be used in a product without conversion."""
+    """True if edge weights can be used in a product without conversion."""
     return (
         type(weight) is Tensor
         and x.dim() == 2
@@ -136,7 +136,7 @@ class _Powers(PropagatingConv):
     """Base of SG and SSG: a linear layer and a polynomial of the matrix, in the order that gathers less."""
 
     def _powers(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None, *, narrow: bool) -> Tensor:
-        """The new node features; ``narrow`` allows the linear layer to come first."""
+        """Computes the new node features; ``narrow`` allows the linear layer to be applied first."""
         matrix = self._propagation(x, edge_index, edge_weight)
         if isinstance(matrix, Reason):
             return self._original_forward(matrix, x, edge_index, edge_weight)
@@ -150,7 +150,7 @@ class _Powers(PropagatingConv):
         raise NotImplementedError
 
     def _kept(self, matrix: Propagation, x: Tensor) -> Tensor:
-        """The cached polynomial, computed without autocast, so that calls without autocast can use it too."""
+        """Returns the cached polynomial. It is computed without autocast, so all later calls can use it."""
         with torch.autocast(x.device.type, enabled=False):
             return self._polynomial(matrix, x)
 
@@ -264,8 +264,8 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
         if not drops and not is_any_autocast_enabled():
             *_, out = out, *self._steps(matrix, out, self.K, [x] * self.K, self.alpha)
             return out
-        # Under autocast, products have the autocast dtype. The result has the dtype of PyG's, which autocast
-        # does not cast.
+        # Under autocast, products have the autocast dtype. The result has the same dtype as in PyG, where
+        # autocast does not cast it.
         dtype = x.dtype if value is None else torch.promote_types(x.dtype, value.dtype)
         for step in range(self.K):
             if drops:
@@ -563,17 +563,17 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
 
 
 def _gru(cell: torch.nn.GRUCell, x: Tensor, hidden: Tensor) -> Tensor:
-    """A GRU cell, written with operators that can be traced on all devices."""
+    """Computes a GRU cell with operators that can be traced on all devices."""
     reset, update, new = F.linear(x, cell.weight_ih, cell.bias_ih).chunk(3, dim=1)
     of_hidden = F.linear(hidden, cell.weight_hh, cell.bias_hh).chunk(3, dim=1)
     new = torch.tanh(new + torch.sigmoid(reset + of_hidden[0]) * of_hidden[2])
     if hidden.is_cuda:
-        hidden = hidden.to(new.dtype)  # as autocast does on CUDA
+        hidden = hidden.to(new.dtype)  # autocast on CUDA does the same in PyTorch's cell
     return new + torch.sigmoid(update + of_hidden[1]) * (hidden - new)
 
 
 def _values_of(matrix: Propagation, dtype: torch.dtype) -> Tensor:
-    """Values of the whole matrix, including the scales, in the structure's value order."""
+    """Returns the values of the whole matrix, including the scales, in the structure's value order."""
     if matrix.scale_dst is None or matrix.scale_src is None:
         assert matrix.value is not None
         return matrix.value

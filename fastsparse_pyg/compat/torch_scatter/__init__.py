@@ -1,6 +1,7 @@
 """torch_scatter's functions on FastSparse's segments: the same names, arguments and results.
 
-Reductions use no atomics, so repeated calls give the same bits. Ties of extrema choose the first element.
+Reductions use no atomics, so repeated calls give the same bits. If several elements are the minimum or
+maximum, the first of them is chosen.
 """
 
 from fastsparse_pyg.compat.torch_scatter.composite import (

@@ -1,4 +1,4 @@
-"""Converts torch_scatter's dimensions and broadcast indices to rows with one index each."""
+"""Converts torch_scatter's arguments (any dimension, broadcast indices) to rows with one index per row."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """A source tensor as rows along the reduced dimension, and the segment of every row.
+    """A source tensor with the reduced dimension first, and the segment of every row.
 
     Attributes:
-        src: (E, ...).
-        segment: segment of every row, (E,).
+        src: the rows, (E, ...).
+        segment: segment of every row, int64 (E,).
         factor: number of segments per value of the caller's index. It is 1 if all elements of a row have the
-            same index. Otherwise every element becomes a row, and it is the number of elements per row.
+            same index. Otherwise every element becomes a row of its own, and ``factor`` is the number of
+            elements that a row had before.
         inner: shape of the source without the reduced dimension.
         dim: the reduced dimension.
     """
@@ -27,11 +28,11 @@ class Rows(NamedTuple):
     dim: int
 
     def restore(self, out: Tensor, size: int) -> Tensor:
-        """Results of ``size`` segments in the caller's layout: the reduced dimension at its old position."""
+        """Converts the results of ``size`` segments back: the reduced dimension moves to its old position."""
         return out.reshape(size, *self.inner).movedim(0, self.dim)
 
     def positions(self, arg: Tensor, num: int) -> Tensor:
-        """Converts chosen rows to positions along the reduced dimension, whose size is ``num``."""
+        """Converts numbers of rows to positions along the reduced dimension, whose size is ``num``."""
         return arg if self.factor == 1 else torch.div(arg, self.factor, rounding_mode="floor").clamp_(max=num)
 
 
@@ -39,8 +40,9 @@ def as_rows(src: Tensor, index: Tensor, dim: int) -> Rows:
     """Converts a source and its index to rows, with the reduced dimension first.
 
     Args:
-        src: any shape.
-        index: (src.size(dim),), or a shape that torch_scatter broadcasts to that of ``src``.
+        src: tensor of any shape.
+        index: int64, of shape (src.size(dim),) or of a shape that torch_scatter broadcasts to the shape of
+            ``src``.
         dim: the dimension to reduce.
     """
     dim = dim + src.dim() if dim < 0 else dim
@@ -65,7 +67,7 @@ def _for_all(index: Tensor, rows: Tensor) -> Tensor:
 
 
 def broadcast(src: Tensor, other: Tensor, dim: int) -> Tensor:
-    """Broadcasts an index as torch_scatter does; a one-dimensional index belongs to dimension ``dim``."""
+    """Broadcasts an index ``src`` to the shape of ``other``; an index of one dimension belongs to ``dim``."""
     if src.dim() == 1:
         src = src.view(*[1] * (dim + other.dim() if dim < 0 else dim), -1)
     return src.reshape(*src.shape, *[1] * (other.dim() - src.dim())).expand(other.shape)
@@ -79,7 +81,7 @@ def num_segments(index: Tensor, dim_size: int | None) -> int:
 
 
 def at_segments(values: Tensor, index: Tensor, dim: int, shape: torch.Size) -> Tensor:
-    """Gathers, for every element of ``shape``, the value of its segment along ``dim``."""
+    """Gathers one value per element of a tensor of this shape: the value of its segment along ``dim``."""
     dim = dim + len(shape) if dim < 0 else dim
     if index.dim() == 1:
         return values.index_select(dim, index)

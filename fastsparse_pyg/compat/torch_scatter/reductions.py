@@ -20,7 +20,7 @@ _EXTREMA = ("max", "min")
 def _scatter(
     src: Tensor, index: Tensor, dim: int, out: Tensor | None, dim_size: int | None, reduce: str
 ) -> tuple[Tensor, Tensor | None]:
-    """The reduction and, for extrema, the chosen positions (src.size(dim) for segments without elements)."""
+    """Returns the reduced tensor and, for min and max, the chosen positions: src.size(dim) if empty."""
     dim = dim + src.dim() if dim < 0 else dim
     size = out.size(dim) if out is not None else num_segments(index, dim_size)
     rows = as_rows(src, index, dim)
@@ -61,7 +61,7 @@ def _into(out: Tensor | None, result: Tensor) -> Tensor:
 def scatter_sum(
     src: Tensor, index: Tensor, dim: int = -1, out: Tensor | None = None, dim_size: int | None = None
 ) -> Tensor:
-    """Sums of the elements that have the same index along a dimension; added to ``out`` if given."""
+    """Sums the elements that have the same index along a dimension; adds the sums to ``out`` if given."""
     return _scatter(src, index, dim, out, dim_size, "sum")[0]
 
 
@@ -130,7 +130,7 @@ def segment_coo(
 
 
 def gather_coo(src: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """Gathers the element of ``src`` at every entry of ``index``, along the index's last dimension."""
+    """Gathers elements of ``src`` by ``index``, along the last dimension of ``index``."""
     dim = index.dim() - 1
     if index.dim() == 1:
         return _into(out, src.index_select(0, index))
@@ -150,8 +150,8 @@ def _segment_csr(
         try:
             result = segment_reduce(rows, shared, reduce, return_arg=reduce in _EXTREMA)  # type: ignore[call-overload]
         except ValueError:
-            # Some rows are before the first segment or after the last one. The second call raises any other
-            # error again.
+            # Some rows may be before the first segment or after the last one: reduce without these rows. If
+            # the error had another cause, the second call raises it again.
             first, last = int(shared[0]), int(shared[-1])
             rows = rows[first:last]
             result = segment_reduce(rows, shared - first, reduce, return_arg=reduce in _EXTREMA)  # type: ignore[call-overload]
@@ -168,12 +168,12 @@ def _segment_csr(
 
 
 def _with_end(indptr: Tensor) -> Tensor:
-    """The pointers; empty pointers become a single 0, that is, no segment."""
+    """Replaces empty pointers by a single 0, so that there are no segments."""
     return indptr if indptr.size(-1) else indptr.new_zeros(*indptr.shape[:-1], 1)
 
 
 def _shared(indptr: Tensor) -> Tensor | None:
-    """The row of pointers that all leading positions share; None if they may differ."""
+    """Returns the one-dimensional pointers if all rows of ``indptr`` share them; None if rows may differ."""
     if indptr.dim() == 1:
         return indptr
     sizes = zip(indptr.shape[:-1], indptr.stride()[:-1], strict=True)
@@ -183,7 +183,7 @@ def _shared(indptr: Tensor) -> Tensor | None:
 
 
 def _index_of(indptr: Tensor, src: Tensor, dim: int) -> Tensor:
-    """Segment of every element along a dimension; the number of segments if it is in none."""
+    """Returns the segment of every element along a dimension; the number of segments if it is in none."""
     shape = src.shape[:dim]
     pointers = indptr.expand(*shape, indptr.size(-1)).contiguous()
     position = torch.arange(src.size(dim), device=src.device).expand(*shape, src.size(dim)).contiguous()
@@ -192,15 +192,15 @@ def _index_of(indptr: Tensor, src: Tensor, dim: int) -> Tensor:
 
 
 def segment_csr(src: Tensor, indptr: Tensor, out: Tensor | None = None, reduce: str = "sum") -> Tensor:
-    """Reduces the ranges ``indptr[s]`` to ``indptr[s + 1]`` along the last dimension of ``indptr``.
+    """Reduces the elements from ``indptr[s]`` to ``indptr[s + 1] - 1`` for every segment s.
 
-    ``reduce`` is sum, add, mean, min or max.
+    The segments are along the last dimension of ``indptr``. ``reduce`` is sum, add, mean, min or max.
     """
     return _segment_csr(src, indptr, out, _checked(reduce, ("sum", "add", "mean", "min", "max")))[0]
 
 
 def gather_csr(src: Tensor, indptr: Tensor, out: Tensor | None = None) -> Tensor:
-    """Repeats the element of every segment over the segment's range, along the pointers' last dimension."""
+    """Repeats element s of ``src`` from ``indptr[s]`` to ``indptr[s + 1] - 1``, for every segment s."""
     indptr = _with_end(indptr)
     dim = indptr.dim() - 1
     shared = _shared(indptr)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _places(src: SparseTensor, k: int) -> Tensor:
-    """The rows that the k-th diagonal crosses."""
+    """Returns the rows in which the k-th diagonal has a position, int64."""
     rows, cols = src.sparse_sizes()
     first, last = max(0, -k), min(rows, cols - k)
     return torch.arange(first, max(last, first), device=src.device())
@@ -39,7 +39,7 @@ def remove_diag(src: SparseTensor, k: int = 0) -> SparseTensor:
 
 
 def _less(count: Tensor | None, gone: Tensor) -> Tensor | None:
-    """The counts without the removed entries; None if there are no counts."""
+    """Subtracts the removed entries from the counts per row or column; None if there are no counts."""
     return None if count is None else count - torch.bincount(gone, minlength=count.numel())
 
 
@@ -47,9 +47,10 @@ def set_diag(src: SparseTensor, values: Tensor | None = None, k: int = 0) -> Spa
     """The matrix with an entry at every position of its k-th diagonal.
 
     Args:
-        src: matrix.
-        values: (length of the diagonal, ...); None: 1. Not used if ``src`` has no values.
-        k: which diagonal.
+        src: sparse matrix.
+        values: values of the diagonal, (length of the diagonal, ...); None: all are 1. Not used if ``src``
+            has no values.
+        k: number of the diagonal: 0 is the main diagonal, 1 the one above it, -1 the one below it.
     """
     src = remove_diag(src, k)
     row, col, value = src.coo()
@@ -63,7 +64,7 @@ def set_diag(src: SparseTensor, values: Tensor | None = None, k: int = 0) -> Spa
 
 
 def fill_diag(src: SparseTensor, fill_value: float, k: int = 0) -> SparseTensor:
-    """The matrix with one value on its k-th diagonal."""
+    """The matrix with the entry ``fill_value`` at every position of its k-th diagonal."""
     value = src.storage.value()
     if value is None:
         return set_diag(src, None, k)

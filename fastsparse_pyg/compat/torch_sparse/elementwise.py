@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def reduction(src: SparseTensor, dim: int | None = None, reduce: str = "sum") -> Tensor:
-    """Reduces all values (dim=None), each row (dim=1), each column (dim=0), or a dimension of the values.
+    """Reduces all values (dim=None), per column (dim=0), per row (dim=1), or along a dimension of the values.
 
     As in torch_sparse, for a matrix without values a sum counts the entries, and every other reduction
     returns 1.
@@ -67,7 +67,7 @@ def max(src: SparseTensor, dim: int | None = None) -> Tensor:
 
 
 def _of_entries(src: SparseTensor, other: Any) -> Any:
-    """The operand of every entry, from one number per row, one per column, or one for all entries."""
+    """Returns the operand for every entry: from one number per row, per column, or for all entries."""
     if not isinstance(other, Tensor) or other.dim() == 0:
         return other
     rows, cols = src.sparse_sizes()
@@ -93,12 +93,12 @@ def mul(src: SparseTensor, other: Any) -> SparseTensor:
 
 
 def mul_(src: SparseTensor, other: Any) -> SparseTensor:
-    """:func:`mul` by one number per row or column, in place."""
+    """Multiplies by one number per row or column, in place; see :func:`mul`."""
     return mul_nnz_(src, _of_entries(src, other))
 
 
 def mul_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
-    """Multiplies the values by one number, or by one per entry. Values that are None are taken as 1."""
+    """Multiplies the values by one number, or by one number per entry. A matrix without values has ones."""
     value = src.storage.value()
     other = _in_order(src, other, layout)
     if value is None:
@@ -112,7 +112,7 @@ def mul_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseT
 
 
 def mul_nnz_(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
-    """:func:`mul_nnz`, in place."""
+    """Does the same as :func:`mul_nnz`, in place."""
     value = src.storage.value()
     if value is None:
         return src.set_value_(mul_nnz(src, other, layout).storage.value())
@@ -121,7 +121,7 @@ def mul_nnz_(src: SparseTensor, other: Any, layout: str | None = None) -> Sparse
 
 
 def _in_order(src: SparseTensor, other: Any, layout: str | None) -> Any:
-    """An operand with one item per entry, in the order of the entries."""
+    """Returns an operand with one item per entry in row order; sorts it if ``layout`` is "csc"."""
     return other[src.storage.csc2csr()] if isinstance(other, Tensor) and layout == "csc" else other
 
 
@@ -162,7 +162,7 @@ def add(src: SparseTensor, other: Any) -> SparseTensor:
 
 
 def add_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
-    """Adds one number, or one number per entry, to the values. Values that are None are taken as 1."""
+    """Adds one number, or one number per entry, to the values. A matrix without values has ones."""
     other = _in_order(src, other, layout)
     value = src.storage.value()
     if value is None:
@@ -172,12 +172,12 @@ def add_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseT
 
 
 def add_(src: SparseTensor, other: Any) -> SparseTensor:
-    """:func:`add` of one number per row or column, in place."""
+    """Adds one number per row or column, in place; see :func:`add`."""
     return add_nnz_(src, _of_entries(src, other))
 
 
 def add_nnz_(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
-    """:func:`add_nnz`, in place."""
+    """Does the same as :func:`add_nnz`, in place."""
     value = src.storage.value()
     if value is None:
         return src.set_value_(add_nnz(src, other, layout).storage.value())

@@ -1,4 +1,4 @@
-"""Names of torch_sparse that are missing here; using one raises an error that names the alternative."""
+"""Names of torch_sparse that FastSparse does not provide. Their use raises an error with the alternative."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPERATORS = (
     "temporal_neighbor_sample",
 )
 _SAMPLERS = "install pyg-lib, which NeighborLoader and ClusterData use instead, or install torch-sparse"
-#: Function that exists only in a submodule of torch_sparse -> what to use instead.
+#: Function that exists only in a submodule of torch_sparse -> advice, which ends the error message.
 _SUBSTITUTES = {
     "cat.cat_first": "use torch_sparse.cat(tensors, dim=0)",
     "cat.cat_second": "use torch_sparse.cat(tensors, dim=1)",

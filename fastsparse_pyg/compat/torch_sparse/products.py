@@ -18,15 +18,15 @@ def spmm(src: SparseTensor, other: Tensor, reduce: str = "sum") -> Tensor:
     """The product with a dense matrix: sum (or add), mean, minimum or maximum over the entries of every row.
 
     Args:
-        src: (M, N).
-        other: (N,) or (..., N, K) floating.
+        src: sparse matrix (M, N).
+        other: dense floating-point tensor, (N,) or (..., N, K).
         reduce: how the terms of a row are reduced.
     """
     return multiply(src.storage.adjacency(), src.storage.value(), other, {"add": "sum"}.get(reduce, reduce))
 
 
 def multiply(adj: Adjacency, value: Tensor | None, other: Tensor, reduce: Any) -> Tensor:
-    """The product of a structure and its values with a dense (N,) or (..., N, K) tensor, along N."""
+    """Multiplies a structure with these values by a dense tensor, (N,) or (..., N, K), along N."""
     rows = other[:, None] if other.dim() == 1 else other.movedim(-2, 0)
     value = None if value is None else value.to(other.dtype)
     out = spmm_rows(adj, rows.reshape(rows.size(0), rows.shape[1:].numel()), value, reduce)
@@ -34,12 +34,12 @@ def multiply(adj: Adjacency, value: Tensor | None, other: Tensor, reduce: Any) -
 
 
 def spspmm(src: SparseTensor, other: SparseTensor, reduce: str = "sum") -> SparseTensor:
-    """The product with a sparse matrix."""
+    """The product of two sparse matrices; ``reduce`` must be sum or add."""
     if reduce not in ("sum", "add"):
         raise NotImplementedError(f"reduce: expected 'sum' for two sparse matrices, got {reduce!r}")
     left, right = (it.to_torch_sparse_coo_tensor() for it in (src.coalesce(), other.coalesce()))
     dtype = torch.promote_types(left.dtype, right.dtype)
-    if not dtype.is_floating_point:  # `torch.sparse.mm` needs floats; integers up to 2^53 stay exact
+    if not dtype.is_floating_point:  # `torch.sparse.mm` needs floats; float64 is exact for integers to 2^53
         left, right = left.double(), right.double()
     out = torch.sparse.mm(left, right).coalesce()
     row, col = out.indices()

@@ -1,4 +1,4 @@
-"""Parts of a SparseTensor: ranges, indices, masks."""
+"""Selects parts of a SparseTensor by ranges, indices or masks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def index_select(src: SparseTensor, dim: int, idx: Tensor) -> SparseTensor:
 
 
 def index_select_nnz(src: SparseTensor, idx: Tensor, layout: str | None = None) -> SparseTensor:
-    """The entries ``idx``, numbered in row order, or in column order with layout "csc"."""
+    """The entries with the numbers ``idx``, counted in row order, or in column order with layout "csc"."""
     if layout == "csc":
         idx = src.storage.csr2csc()[idx]
     row, col, value = src.coo()
@@ -96,7 +96,7 @@ def masked_select_nnz(src: SparseTensor, mask: Tensor, layout: str | None = None
 
 
 def permute(src: SparseTensor, perm: Tensor) -> SparseTensor:
-    """Rows and columns in another order."""
+    """Permutes rows and columns: entry (i, j) of the result is entry (perm[i], perm[j]) of ``src``."""
     return index_select(index_select(src, 0, perm), 1, perm)
 
 

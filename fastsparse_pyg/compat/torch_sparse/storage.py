@@ -24,13 +24,13 @@ class SparseStorage:
         row: int64 (nnz,), or None if ``rowptr`` is given.
         rowptr: int64 (num_rows + 1,), or None if ``row`` is given.
         col: int64 (nnz,).
-        value: (nnz, ...), or None.
-        sparse_sizes: (num_rows, num_cols); None: as many as the indices need.
-        rowcount: number of entries per row, if known.
-        colptr: pointers of the columns, if known.
-        colcount: number of entries per column, if known.
-        csr2csc: permutation that sorts the entries by (column, row), if known.
-        csc2csr: the inverse of ``csr2csc``, if known.
+        value: values of the entries, (nnz, ...), or None.
+        sparse_sizes: (num_rows, num_cols); None: the smallest sizes that contain all entries.
+        rowcount: number of entries per row, int64 (num_rows,); None: computed on first use.
+        colptr: column pointers, int64 (num_cols + 1,); None: computed on first use.
+        colcount: number of entries per column, int64 (num_cols,); None: computed on first use.
+        csr2csc: permutation that sorts entries by (column, row), int64 (nnz,); None: computed on first use.
+        csc2csr: the inverse of ``csr2csc``, int64 (nnz,); None: computed on first use.
         is_sorted: whether the given entries are sorted by (row, column).
         trust_data: whether to skip the check of the indices.
     """
@@ -98,7 +98,7 @@ class SparseStorage:
     # ---------------------------------------------------------------- copies
 
     def _with(self, **changes: Any) -> SparseStorage:
-        """A storage with some fields changed. Unless changed, the cache is shared by both storages."""
+        """Returns a storage with some fields changed. Both storages share the cache unless it is changed."""
         other = SparseStorage.__new__(SparseStorage)
         other.__dict__ = {**self.__dict__, **changes}
         return other
@@ -137,7 +137,7 @@ class SparseStorage:
         return self._col.device
 
     def has_row(self) -> bool:
-        """Whether the rows of the entries are computed already."""
+        """True if the row of every entry is already computed."""
         return self._row is not None
 
     def row(self) -> Tensor:
@@ -149,7 +149,7 @@ class SparseStorage:
         return self._row
 
     def has_rowptr(self) -> bool:
-        """Whether the row pointers are computed already."""
+        """True if the row pointers are already computed."""
         return self._rowptr is not None
 
     def rowptr(self) -> Tensor:
@@ -164,11 +164,11 @@ class SparseStorage:
         return self._col
 
     def has_value(self) -> bool:
-        """Whether the entries have values."""
+        """True if the entries have values."""
         return self._value is not None
 
     def value(self) -> Tensor | None:
-        """Values in the order of the entries, (nnz, ...); None if there are none."""
+        """Values in the order of the entries, (nnz, ...); None for a matrix without values."""
         return self._value
 
     def set_value_(self, value: Tensor | None, layout: str | None = None) -> SparseStorage:
@@ -200,7 +200,7 @@ class SparseStorage:
         return self._sparse_sizes[dim]
 
     def sparse_resize(self, sparse_sizes: tuple[int, int]) -> SparseStorage:
-        """The same entries in a matrix of other sizes, which must contain all entries."""
+        """A matrix of another size with the same entries. Raises an error if an entry would be outside."""
         rows, cols = sparse_sizes
         other = SparseStorage(
             self.row(), None, self._col, self._value, (rows, cols), is_sorted=True, trust_data=False
@@ -227,7 +227,7 @@ class SparseStorage:
             row, None, col, self._value, (sizes[0], sizes[1]), is_sorted=True, trust_data=True
         )
 
-    # ---------------------------------------------------------------- what is derived
+    # ---------------------------------------------------------------- derived properties
 
     def _kept(self, name: str, build: Callable[[], Any]) -> Any:
         if self._cache.get(name) is None:
@@ -282,7 +282,7 @@ class SparseStorage:
     # ---------------------------------------------------------------- repeated entries
 
     def is_coalesced(self) -> bool:
-        """Whether all entries have different positions."""
+        """True if all entries have different positions."""
         row, col = self.row(), self._col
         return not bool(((row[1:] == row[:-1]) & (col[1:] == col[:-1])).any())
 

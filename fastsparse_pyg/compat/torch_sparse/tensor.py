@@ -31,8 +31,8 @@ class SparseTensor:
         row: int64 (nnz,), or None if ``rowptr`` is given.
         rowptr: int64 (num_rows + 1,), or None if ``row`` is given.
         col: int64 (nnz,).
-        value: (nnz, ...), or None.
-        sparse_sizes: (num_rows, num_cols); None: as many as the indices need.
+        value: values of the entries, (nnz, ...), or None.
+        sparse_sizes: (num_rows, num_cols); None: the smallest sizes that contain all entries.
         is_sorted: whether the given entries are sorted by (row, col).
         trust_data: whether to skip the check of the indices.
     """
@@ -181,7 +181,7 @@ class SparseTensor:
         matrix = scipy.sparse.coo_matrix((value, (row, col)), self.sparse_sizes())
         return matrix if layout in (None, "coo") else matrix.asformat(layout)
 
-    # ---------------------------------------------------------------- facts
+    # ---------------------------------------------------------------- properties
 
     def sparse_sizes(self) -> tuple[int, int]:
         """(num_rows, num_cols)."""
@@ -192,7 +192,7 @@ class SparseTensor:
         return self.storage.sparse_size(dim)
 
     def sizes(self) -> list[int]:
-        """All sizes: rows, columns, then the sizes of each value."""
+        """Number of rows, number of columns, then the shape of a value."""
         value = self.storage.value()
         return [*self.sparse_sizes(), *(value.shape[1:] if value is not None else ())]
 
@@ -214,7 +214,7 @@ class SparseTensor:
         return self.storage.col().numel()
 
     def numel(self) -> int:
-        """Number of values."""
+        """Number of elements of the values; the number of entries if there are no values."""
         value = self.storage.value()
         return self.nnz() if value is None else value.numel()
 
@@ -251,11 +251,11 @@ class SparseTensor:
         return int(((row - col).abs() <= bandwidth).sum()) / self.nnz()
 
     def is_quadratic(self) -> bool:
-        """Whether there are as many rows as columns."""
+        """True if there are as many rows as columns."""
         return self.sparse_size(0) == self.sparse_size(1)
 
     def is_symmetric(self) -> bool:
-        """Whether the matrix equals its transpose, including the values."""
+        """True if the matrix equals its transpose, including the values."""
         if not self.is_quadratic():
             return False
         (rowptr, col, value), (colptr, row, other) = self.csr(), self.csc()
@@ -263,11 +263,11 @@ class SparseTensor:
         return same and (value is None or (other is not None and torch.equal(value, other)))
 
     def has_value(self) -> bool:
-        """Whether the entries have values."""
+        """True if the entries have values."""
         return self.storage.has_value()
 
     def requires_grad(self) -> bool:
-        """Whether the values require a gradient."""
+        """True if the values require a gradient."""
         value = self.storage.value()
         return value is not None and value.requires_grad
 
@@ -276,20 +276,20 @@ class SparseTensor:
         return self.storage.device
 
     def is_cuda(self) -> bool:
-        """Whether the tensors are on a GPU."""
+        """True if the tensors are on a GPU."""
         return self.device().type == "cuda"
 
     def dtype(self) -> torch.dtype:
-        """Dtype of the values; float32 if there are none."""
+        """Dtype of the values; float32 for a matrix without values."""
         value = self.storage.value()
         return torch.float32 if value is None else value.dtype
 
     def is_floating_point(self) -> bool:
-        """Whether the dtype of the values is a floating-point type."""
+        """True if the dtype of the values is a floating-point type."""
         return self.dtype().is_floating_point
 
     def is_coalesced(self) -> bool:
-        """Whether all entries have different positions."""
+        """True if all entries have different positions."""
         return self.storage.is_coalesced()
 
     # ---------------------------------------------------------------- changes
@@ -304,7 +304,7 @@ class SparseTensor:
         return self.from_storage(self.storage.set_value(value, layout))
 
     def fill_value_(self, fill_value: float, dtype: torch.dtype | None = None) -> SparseTensor:
-        """Sets the value of all entries; ``dtype=None``: PyTorch's default dtype."""
+        """Sets the value of all entries, in place. ``dtype=None`` means PyTorch's default dtype."""
         value = torch.full((self.nnz(),), float(fill_value), dtype=dtype, device=self.device())
         return self.set_value_(value)
 
@@ -330,7 +330,7 @@ class SparseTensor:
         return self.from_storage(self.storage.sparse_reshape(num_rows, num_cols))
 
     def coalesce(self, reduce: str = "sum") -> SparseTensor:
-        """Merges entries at the same position."""
+        """Merges entries at the same position; their values are reduced by ``reduce``."""
         return self.from_storage(self.storage.coalesce(reduce))
 
     def t(self) -> SparseTensor:
@@ -437,7 +437,7 @@ class SparseTensor:
         return self.from_storage(self.storage.apply(lambda tensor: tensor.pin_memory()))
 
     def is_pinned(self) -> bool:
-        """Whether the matrix is in page-locked memory."""
+        """True if the matrix is in page-locked memory."""
         return self.storage.col().is_pinned()
 
     def share_memory_(self) -> SparseTensor:
@@ -446,7 +446,7 @@ class SparseTensor:
         return self
 
     def is_shared(self) -> bool:
-        """Whether the matrix is in memory that processes share."""
+        """True if the matrix is in memory that processes share."""
         return self.storage.col().is_shared()
 
     # ---------------------------------------------------------------- operators
@@ -474,7 +474,7 @@ class SparseTensor:
         return NotImplemented if isinstance(other, SparseTensor) else elementwise.mul_(self, other)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the other object is a matrix with the same sizes, entries and values."""
+        """True if the other object is a matrix with the same sizes, entries and values."""
         if not isinstance(other, SparseTensor) or self.sizes() != other.sizes():
             return False
         if self.has_value() != other.has_value():
@@ -529,7 +529,7 @@ def _missing(name: str) -> Any:
 
 
 def _of_storage(name: str) -> Any:
-    """Makes a method of SparseStorage that calls the SparseTensor method of the same name."""
+    """Makes a method for SparseStorage that calls the method of SparseTensor with this name."""
 
     def method(self: SparseStorage, *args: Any, **kwargs: Any) -> Any:
         found = getattr(SparseTensor.from_storage(self), name)(*args, **kwargs)
