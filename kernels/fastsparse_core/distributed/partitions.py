@@ -143,7 +143,7 @@ class Partition:
         """Positions of nodes, in the shape of ``node``.
 
         Args:
-            node: ids of nodes, int32 or int64, any shape.
+            node: int32 or int64, (...): the ids of the nodes.
         """
         return node if self.place is None else self.place.to(node.device)[node.long()]
 
