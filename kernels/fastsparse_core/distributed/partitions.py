@@ -143,7 +143,7 @@ class Partition:
         """Positions of nodes, in the shape of ``node``.
 
         Args:
-            node: int32 or int64, (...): the ids of the nodes.
+            node: ids of nodes, int32 or int64 of any shape (...,).
         """
         return node if self.place is None else self.place.to(node.device)[node.long()]
 
