@@ -76,8 +76,9 @@ def adjacency_from_index(index: Any, device: torch.device) -> Adjacency:
         # DGL checks the ids of graphs that users make, so only DGL's own functions can make invalid ids.
         raise ValueError(
             f"graph: expected edges between its {shape[1]} sources and {shape[0]} destinations ({error}). "
-            "dgl.to_block returns such a block if edges end outside of its argument `dst_nodes`, and so do "
-            "DGL's samplers with edge_dir='out'. Use dgl.reverse(graph, copy_edata=True) and edge_dir='in'"
+            "This happens if dgl.to_block gets `dst_nodes` without all nodes at which edges end: add the "
+            "missing nodes. It also happens with DGL's samplers and edge_dir='out': use "
+            "dgl.reverse(graph, copy_edata=True) and edge_dir='in' instead"
         ) from error
 
 

@@ -4,10 +4,10 @@
 // A message's gradient is dm_ij = A_i + B_i (m_ij - mean_i) + [m_ij = max_i] C_i + [m_ij = min_i] D_i, with A
 // of sum and mean, B = 2 (d var + d std / (2 std)) / n, and C, D the gradients of maximum and minimum divided
 // by the number of entries that have them.
-//   - The row pass gathers x_j once. It writes A - B (mean - x_i), B, C and D of its row, and marks with a
-//     bit per feature which entries have the maximum and which the minimum. If edges have features and W, it
-//     multiplies dm by W for the features' gradient, and dm by the features for W's gradient, which each warp
-//     sums in shared memory. If e_ij is given per edge, it writes dm.
+//   - The row pass gathers x_j once. It writes A' = A - B (mean - x_i), B, C and D of its row, and marks with
+//     a bit per feature which entries have the maximum and which the minimum. If edges have features and W,
+//     it multiplies dm by W for the features' gradient, and dm by the features for W's gradient, which each
+//     warp sums in shared memory. If e_ij is given per edge, it writes dm.
 //   - The column pass sums A' and B of the destinations (8 E F bytes for E entries of width F in float32) and
 //     reads the marks (E F / 4 bytes). It adds C and D where a mark is set: once per row and feature except
 //     for ties. B is multiplied by x_j, which is taken out of the sum, and by W a_ij. If e_ij is given per

@@ -326,8 +326,8 @@ class Captured:
                 raise Refused(f"argument `{name}` changes and requires a gradient. Pass a detached tensor")
             if varies and any(tensor.device != call.device for tensor in argument.tensors):
                 raise Refused(
-                    f"argument `{name}` changes and is on the CPU. Move it with `.to({str(call.device)!r})` "
-                    "before the call"
+                    f"argument `{name}` changes, and is not on the device of the step, {call.device}. "
+                    f"Move it with `.to({str(call.device)!r})` before the call"
                 )
         prepared = {id(item.optimizer) for item in self._optimizers}
         self._optimizers += [

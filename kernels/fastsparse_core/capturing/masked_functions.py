@@ -46,11 +46,14 @@ class Masks:
         return all(version_of(mask) == version for mask, version, _ in self._known.values())
 
 
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+
+
 class WithoutDropout(TorchFunctionMode):
     """Within this mode, functional dropout returns a copy of its input."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.dropout, F.feature_alpha_dropout, F.alpha_dropout, F.dropout1d):
+        if func in _DROPOUTS:
             return args[0].clone()
         return func(*args, **(kwargs or {}))
 

@@ -65,13 +65,13 @@ PRESENT = _Present()
 
 
 class _Globals(NamedTuple):
-    """Guard of global numbers that a body reads."""
+    """Guard of the global constants (numbers, strings, None, dtypes) that a body reads."""
 
     namespace: dict[str, Any]
     values: dict[str, Any]
 
     def hold(self) -> bool:
-        """Returns whether the numbers have not changed."""
+        """Returns whether the constants have not changed."""
         return all(_is_same(self.namespace.get(name, ABSENT), value) for name, value in self.values.items())
 
 

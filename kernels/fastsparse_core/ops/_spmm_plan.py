@@ -282,7 +282,10 @@ class _BsbPlan:
 
 
 class _DensePlan:
-    """A plan for values of dense vectors with a kernel for values per edge: copies the values first."""
+    """A plan for values that are stored as dense vectors.
+
+    It converts them to one value per edge, and runs a plan that reads those.
+    """
 
     def __init__(self, plan: SpmmPlan) -> None:
         self.plan = plan

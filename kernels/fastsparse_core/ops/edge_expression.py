@@ -1,4 +1,8 @@
-"""Elementwise expressions of features of edges and their ends, reduced per node: one CUDA kernel per pass."""
+"""Elementwise expressions of edge features and of the features of both end nodes, reduced per node.
+
+One generated kernel (Triton or CUDA C++) runs the forward pass. In the backward pass, one kernel computes the
+gradients of destinations and edges, and another those of sources.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +77,7 @@ def edge_expressions(
     tensors: Sequence[Tensor],
     width: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Computes expressions for every edge and reduces them per destination, with one kernel per pass.
+    """Computes expressions for every edge and reduces them per destination, with one kernel.
 
     Args:
         adj: structure (num_dst, num_src).

@@ -111,7 +111,7 @@ struct EmitEdgesArgs {
   const std::int64_t* edge_id;
   std::int64_t num_edges;
   std::int64_t* edge_index;  // (2, num_edges) sources, destinations
-  // CUDA only; on the CPU, the caller gets `place` and `edge_id` themselves:
+  // Written on CUDA only. On the CPU, the caller uses `place` and `edge_id` as these results:
   std::int32_t* col;  // (num_edges) sources
   std::int64_t* edge_id_out;
 };

@@ -711,7 +711,7 @@ struct MultiAggregateBackwardArgs {
   const void* mean;
   const void* ties;
   const void* grad;     // (num_rows, num_slots * width)
-  void* base;           // (num_rows, width) in the accumulation type, the same as `slope` and `share`
+  void* base;           // (num_rows, width); `base`, `slope` and `share` have the accumulation type
   void* slope;          // (num_rows, width), null without var and std
   void* share;          // (num_rows, 2, width), null without max and min
   std::uint8_t* marks;  // (num_values, ceil(width / 4)): for 4 features, 4 bits that mark maxima, then 4 that
