@@ -32,7 +32,7 @@ def sample(
     """Draws the seeds' neighbourhood, as DGL's NeighborSampler lays it out.
 
     Every node draws again in every hop, without replacement. If it has more neighbours than wanted, its list
-    is divided into as many equal parts, and one neighbour is drawn from each part.
+    is divided into as many equal parts, and one neighbour is sampled from each part.
 
     Args:
         graph: where to draw.

@@ -15,8 +15,6 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kPrefetchEntries = 6;  // distance, in entries, between a prefetch and its use
-
 // Prefetches a row of a matrix, unless the matrix is null.
 template <int kWrite = 0>
 FASTSPARSE_INLINE void prefetch_row(const void* matrix, std::int64_t row, std::int64_t stride,

@@ -13,7 +13,6 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr int kPrefetchEntries = 6;  // distance, in entries, between a prefetch and its use
 constexpr int kBlockEntries = 8;  // squared deviations of this number of entries are computed from their mean
 
 std::int64_t work(const CsrView& a, const MultiAggregateInput& input) {

@@ -15,9 +15,8 @@ namespace fastsparse::cpu {
 namespace {
 
 constexpr std::int64_t kEntriesPerSum =
-    32;                              // number of entries after which the sum is added to a compensated total
-constexpr int kTileVectors = 8;      // accumulators that a sum holds in registers
-constexpr int kPrefetchEntries = 8;  // distance, in entries, between a prefetch and its use
+    32;                          // number of entries after which the sum is added to a compensated total
+constexpr int kTileVectors = 8;  // accumulators that a sum holds in registers
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // elements below which waking threads costs more than it saves
 

@@ -9,8 +9,7 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr int kTileVectors = 8;      // accumulators held in registers
-constexpr int kPrefetchEntries = 8;  // distance, in entries, between a prefetch and its use
+constexpr int kTileVectors = 8;  // accumulators held in registers
 constexpr std::int64_t kEntriesPerSum =
     32;  // number of entries after which the sum is added to a compensated total
 constexpr std::int64_t kRowsPerTask = 64;

@@ -14,7 +14,6 @@ namespace {
 
 constexpr int kTileVectors =
     4;  // vectors of results in registers, and the same number of vectors of positions
-constexpr int kPrefetchEntries = 8;  // distance, in entries, between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
 
@@ -44,9 +43,7 @@ FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t ro
     if (kVectors == kTileVectors &&
         entry + kPrefetchEntries < args.a.num_edges) {  // also prefetches for later rows
       const T* next = x + args.a.col[entry + kPrefetchEntries] * args.x.stride;
-      for (int byte = 0; byte < kVectors * kLanes * static_cast<int>(sizeof(T)); byte += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
-      }
+      prefetch(next, kVectors * kLanes * static_cast<int>(sizeof(T)));
     }
     const T* source = x + args.a.col[entry] * args.x.stride;
     const std::int64_t edge = edge_position(args.a, entry);

@@ -18,8 +18,7 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kFewEntries = 16;      // in rows with more entries, every feature looks up its source
-constexpr std::int64_t kPrefetchEntries = 8;  // distance, in entries, between a prefetch and its use
+constexpr std::int64_t kFewEntries = 16;  // in rows with more entries, every feature looks up its source
 constexpr std::int64_t kFeaturesPerLine = 16;
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // terms below which waking threads costs more than it saves
@@ -56,7 +55,7 @@ FASTSPARSE_INLINE void add_entries(const SpmmExtremumBackwardArgs& args, std::in
   for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
     if (entry + kPrefetchEntries < args.a.num_edges) {  // also prefetches for later rows
       const A* next = grad_x + args.a.col[entry + kPrefetchEntries] * args.width;
-      for (std::int64_t f = first; f < last; f += kFeaturesPerLine) __builtin_prefetch(next + f, 1);
+      prefetch<1>(next + first, (last - first) * static_cast<std::int64_t>(sizeof(A)));
     }
     const std::int64_t edge = edge_position(args.a, entry);
     const auto position = static_cast<std::int32_t>(edge);

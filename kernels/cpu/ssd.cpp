@@ -11,7 +11,6 @@ namespace fastsparse::cpu {
 namespace {
 
 constexpr std::int64_t kRowsPerTask = 64;
-constexpr std::int64_t kPrefetchEntries = 8;
 constexpr std::int64_t kSerialWork = 1
                                      << 15;  // additions below which waking threads costs more than it saves
 

@@ -184,8 +184,7 @@ def _transpose(matrix: Tensor, dim0: int, dim1: int) -> Tensor:
 class _Repeated(NamedTuple):
     """Properties of a product. The next product with these properties skips all checks.
 
-    On the CPU, PyTorch multiplies small matrices in 6 us, and the checks would take as long. On a GPU, they
-    would take longer than a launch.
+    On the CPU, PyTorch multiplies small matrices in 6 us, and the checks would take as long.
     """
 
     matrix: weakref.ref[Tensor]

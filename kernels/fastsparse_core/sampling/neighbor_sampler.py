@@ -40,7 +40,7 @@ class NeighborSampler:
             type; edge types that are not in the dict are not sampled.
         replace: if True, draws with replacement.
         weight: one real number per edge in the caller's order, (num_edges,), finite and not negative; a
-            tensor, or a dict from edge types to tensors. Neighbours are drawn in proportion to the weights,
+            tensor, or a dict from edge types to tensors. Neighbours are sampled in proportion to the weights,
             and never if their weight is 0.
         disjoint: if True, every seed gets its own subgraph, which shares no nodes with the subgraphs of other
             seeds.

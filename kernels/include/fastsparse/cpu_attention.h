@@ -14,8 +14,7 @@
 
 namespace fastsparse::cpu {
 
-constexpr int kBlock = 64;            // number of entries per block
-constexpr int kPrefetchEntries = 16;  // distance, in entries, between a prefetch and its use
+constexpr int kBlock = 64;  // number of entries per block
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 15;  // products below which waking threads costs more than it saves
 

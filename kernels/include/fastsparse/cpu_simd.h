@@ -17,6 +17,10 @@
 
 namespace fastsparse::cpu {
 
+// Distance, in entries, between a prefetch and its use. With 8, attention takes 1.5 times as long on 50,000
+// nodes (4 heads of width 32), and the maximum of 128 features 1.6 times as long on 200,000 nodes.
+constexpr int kPrefetchEntries = 16;
+
 // Prefetches `bytes` of memory that will soon be read or, with kWrite, written.
 template <int kWrite = 0>
 FASTSPARSE_INLINE void prefetch(const void* begin, std::int64_t bytes) {
