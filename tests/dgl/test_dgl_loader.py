@@ -316,7 +316,7 @@ def test_layers_refuse_edges_to_missing_nodes(make):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("cache", "where"), [({}, "reads over PCIe"), ({"feat": 7}, "7 rows kept there")])
+@pytest.mark.parametrize(("cache", "where"), [({}, "reads over PCIe"), ({"feat": 7}, "except 7 rows")])
 def test_features_that_stay_with_the_host(cache, where, caplog, monkeypatch):
     monkeypatch.setattr(log, "seen", set())
     monkeypatch.setattr(features, "_SHARE_OF_FREE", -1.0)

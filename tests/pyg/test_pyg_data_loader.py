@@ -853,7 +853,7 @@ def test_data_on_the_gpu():
 
 @pytest.mark.gpu
 def test_graphs_that_do_not_fit(monkeypatch, reasons):
-    monkeypatch.setattr("fastsparse_core.graph_store._SHARE_OF_FREE", 0.0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     graphs = molecules()
     loader = DataLoader(graphs, batch_size=4, device="cuda")
     assert "page-locked" in reasons.text

@@ -375,7 +375,7 @@ def test_what_a_gpu_ignores_is_logged_once(messages):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("gpu_cache", "told"), [(0, "reads over PCIe"), (7, "7 rows kept there")])
+@pytest.mark.parametrize(("gpu_cache", "told"), [(0, "reads over PCIe"), (7, "except 7 rows")])
 def test_features_that_stay_with_the_host(gpu_cache, told, messages, monkeypatch):
     monkeypatch.setattr(features, "_SHARE_OF_FREE", -1.0)
     data = homogeneous()

@@ -41,9 +41,10 @@ def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     Returns:
         One contiguous tensor (N, ..., H) for each vector, float32, or float64 for float64 features.
     """
-    if torch.is_grad_enabled():
+    # `torch.compile` would differentiate an autograd.Function once only, without an error: in its backward pass,
+    # the saved tensors are constants.
+    if torch.is_grad_enabled() and is_plain_eager(feat):
         return _HeadScores.apply(feat, *vectors)
-    # Without gradients, a trace does not support an autograd.Function with a variable number of inputs.
     scores, _ = scores_of_rows(feat.reshape(-1, vectors[0][0].numel()), vectors)
     return tuple(item.view(*feat.shape[:-1], vectors[0].size(1)) for item in scores)
 
@@ -84,7 +85,9 @@ def edge_scores(features: Tensor, weight: Tensor, vector: Tensor) -> Tensor:
         (E, H).
     """
     of_heads = map_to_scores(weight, vector)
-    return F.linear(features, of_heads) if features.is_cuda else _LinearInParts.apply(features, of_heads)
+    if features.is_cuda or not is_plain_eager(features):  # traces: as in `head_scores`
+        return F.linear(features, of_heads)
+    return _LinearInParts.apply(features, of_heads)
 
 
 def map_to_scores(weight: Tensor, vector: Tensor) -> Tensor:

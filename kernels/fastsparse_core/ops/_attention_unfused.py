@@ -13,6 +13,7 @@ from fastsparse_core import reference
 from fastsparse_core.ops._attention_launch import ADDITIVE, GATV2
 from fastsparse_core.ops._checks import check_heads
 from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.ops._segment import reduce_op
 from fastsparse_core.ops.edge_softmax import edge_softmax
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
@@ -117,9 +118,9 @@ def _dot_product_with_edges(
     of_edges = _to_caller_order(adj, (with_heads(q, heads).to(dtype)[row] * projected).sum(-1))
     weight = dropped_weights(adj, score + scale * of_edges, dropout_p, seed)
     position = slice(None) if adj.edge_id is None else adj.edge_id.long()
-    message = weight[position].to(dtype)[:, :, None] * projected
-    summed = message.new_zeros(adj.num_dst, *message.shape[1:]).index_add(0, row, message)
-    return (weighted_sum(adj, weight, with_heads(v, heads)).to(dtype) + summed).to(v.dtype).flatten(1)
+    message = (weight[position].to(dtype)[:, :, None] * projected).flatten(1)
+    summed, _ = reduce_op(message, None, adj.rowptr, adj.num_dst, "sum")  # unlike index_add, in a fixed order
+    return (weighted_sum(adj, weight, with_heads(v, heads)).flatten(1).to(dtype) + summed).to(v.dtype)
 
 
 def dropped_weights(adj: Adjacency, score: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
