@@ -41,8 +41,8 @@ def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     Returns:
         One contiguous tensor (N, ..., H) for each vector, float32, or float64 for float64 features.
     """
-    # `torch.compile` would differentiate an autograd.Function once only, without an error: in its backward pass,
-    # the saved tensors are constants.
+    # `torch.compile` would differentiate an autograd.Function once only, without an error: saved tensors are
+    # constants of its backward pass.
     if torch.is_grad_enabled() and is_plain_eager(feat):
         return _HeadScores.apply(feat, *vectors)
     scores, _ = scores_of_rows(feat.reshape(-1, vectors[0][0].numel()), vectors)
