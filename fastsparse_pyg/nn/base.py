@@ -18,6 +18,7 @@ from torch_geometric.nn.dense.linear import Linear
 from fastsparse_core import Adjacency, recorded, spmm
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import aggregate_linear
+from fastsparse_core.fused.bias import linear
 from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
@@ -402,14 +403,20 @@ class FastConv(MessagePassing):
                 return whole
         if narrower_after and is_plain_linear(lin) and self.node_dim % x_src.dim() != x_src.dim() - 1:
             out = self._aggregate_neighbours(adj, linear_before_sum(x_src, lin.weight), value, bias=lin.bias)
-        else:
-            out = lin(self._aggregate_neighbours(adj, x_src, value))
-        if lin_root is None or x_dst is None:
-            return out
-        # `add_linear` overwrites `out`, which must not happen if hooks of `lin` may have stored `out`.
-        return (
-            add_linear(out, (x_dst,), (lin_root,), Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
-        )
+            if lin_root is None or x_dst is None:
+                return out
+            return add_linear(out, (x_dst,), (lin_root,), Linear)
+        return sum_and_root(self._aggregate_neighbours(adj, x_src, value), x_dst, lin, lin_root)
+
+
+def sum_and_root(sums: Tensor, x: Tensor | None, lin: Any, lin_root: Any) -> Tensor:
+    """``lin(sums) + lin_root(x)``; the second term is 0 if ``x`` or ``lin_root`` is None."""
+    is_plain = is_plain_linear(lin)
+    out: Tensor = linear(sums, lin.weight, lin.bias) if is_plain else lin(sums)
+    if lin_root is None or x is None:
+        return out
+    # `add_linear` overwrites `out`, which must not happen if hooks of `lin` may have stored `out`.
+    return add_linear(out, (x,), (lin_root,), Linear) if is_plain else out + lin_root(x)
 
 
 def raise_untiled(layer: FastConv, reason: str) -> NoReturn:

@@ -15,6 +15,7 @@ from torch_geometric.typing import OptTensor
 from fastsparse_core import Adjacency, recorded
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import graph_convolution, one
+from fastsparse_core.fused.bias import linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_plain_linear, may_be_one_node
 from fastsparse_core.ops._registration import fits_one_operator
@@ -153,7 +154,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
     def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
         """Computes the layer's result from the sums of a tile of :func:`fastsparse_pyg.tiled`."""
         if is_plain_linear(self.lin, Linear):
-            return F.linear(sums, self.lin.weight, self.bias)
+            return linear(sums, self.lin.weight, self.bias)
         out: Tensor = self.lin(sums)
         return out if self.bias is None else out + self.bias
 

@@ -13,7 +13,7 @@ from torch_geometric.typing import OptPairTensor, Size
 from fastsparse_core.fallback import Reason
 from fastsparse_core.tiling import NeighbourSum
 from fastsparse_pyg.graph import EdgesLike, values_of
-from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, raise_untiled, size_for_pyg
+from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, raise_untiled, size_for_pyg, sum_and_root
 
 
 class FastSAGEConv(FastConv, SAGEConv):
@@ -86,7 +86,5 @@ class FastSAGEConv(FastConv, SAGEConv):
 
     def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
         """Computes the layer's result from the sums of a tile of :func:`fastsparse_pyg.tiled`."""
-        out: Tensor = self.lin_l(sums)
-        if self.root_weight:
-            out = out + self.lin_r(x)
+        out = sum_and_root(sums, x, self.lin_l, self.lin_r if self.root_weight else None)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out

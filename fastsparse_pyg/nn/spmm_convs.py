@@ -24,7 +24,7 @@ from fastsparse_core.ops._eager import is_plain_linear as is_plain_linear_of
 from fastsparse_core.tiling import NeighbourSum
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, for_pyg, is_sparse_matrix
-from fastsparse_pyg.nn.base import is_plain_linear, size_for_pyg
+from fastsparse_pyg.nn.base import is_plain_linear, size_for_pyg, sum_and_root
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype, mixed
 
 
@@ -94,8 +94,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
 
     def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
         """Computes the layer's result from the sums of a tile of :func:`fastsparse_pyg.tiled`."""
-        out: Tensor = self.lin_rel(sums) + self.lin_root(x)
-        return out
+        return sum_and_root(sums, x, self.lin_rel, self.lin_root)
 
     def _weighted(self, adj: Adjacency, x: Tensor, value: Tensor, lin: Any, lin_root: Any) -> Tensor | None:
         """Computes the layer as one autograd node; None if several operators have to compute the layer."""

@@ -86,9 +86,11 @@ class NeighbourSum(NamedTuple):
     def of_all_rows(self, x: Tensor, tile_rows: int) -> Tensor:
         """Computes the sums of all rows of a partitioned structure, (num_dst, width). Collective."""
         out = x.new_empty(self.adj.num_dst, x.size(1))
-        for columns, sources in self.exchange.sources(x):
+        # Every tile of columns would gather the factors of its sources again, so sources are multiplied once.
+        of_scaled = self._replace(scale_src=None)
+        for columns, sources in self.exchange.sources(x, self.scale_src):
             for begin, end in _tiles(out.size(0), tile_rows, x.size(1), sources.size(1)):
-                out[begin:end, columns] = self.tile(sources, begin, end)
+                out[begin:end, columns] = of_scaled.tile(sources, begin, end)
         return out
 
     def to_owners(self, of_sums: Tensor, tile_rows: int) -> Tensor:
@@ -98,10 +100,12 @@ class NeighbourSum(NamedTuple):
             of_sums: gradients of the sums, (num_dst, width).
             tile_rows: number of rows of a tile with all columns.
         """
-        back = self.transposed()
+        back, factor = self.transposed()._replace(scale_src=None), self.scale_dst
 
         def of_sources(columns: slice) -> Tensor:
             given = of_sums[:, columns]
+            if factor is not None:  # as in `of_all_rows`
+                given = torch.mul(given, factor[:, None], out=torch.empty_like(given))
             total = of_sums.new_empty(back.adj.num_dst, given.size(1))
             for begin, end in _tiles(total.size(0), tile_rows, of_sums.size(1), given.size(1)):
                 total[begin:end] = back.tile(given, begin, end)
@@ -489,7 +493,8 @@ class _Run:
             given = x.detach() if is_first and self.begins_with_layer else None
             return _Offloaded(sums, features, self.tile_rows, given)
         if sums.part is not None:
-            return _Divided(sums, features, self.tile_rows)
+            is_callers = is_first and self.begins_with_layer
+            return _Divided(sums, features, self.tile_rows, is_callers)
         again = (lambda: self._first_input(x)) if is_first and not self.begins_with_layer else None
         return _Recomputed(sums, features, self.tile_rows, again)
 
@@ -544,7 +549,9 @@ class _Run:
                 # The gradient of the last part's result belongs to the caller; others may be overwritten.
                 fits = nth < len(self.sums) and grad.shape[1] == sums.shape[1] and grad.dtype == sums.dtype
                 of_sums = grad if fits else sums.new_empty(layer.num_rows, sums.size(1))
-                of_own = None if found[1] is None else own.new_empty(layer.num_rows, own.size(1))
+                if found[1] is not None:
+                    of_own = layer.unneeded
+                    of_own = own.new_empty(layer.num_rows, own.size(1)) if of_own is None else of_own
             _put(of_sums[begin:end], found[0])
             if of_own is not None:
                 _put(of_own[begin:end], found[1])
@@ -660,7 +667,11 @@ class _Kept:
         num_rows: number of these nodes.
         tile_rows: number of rows per tile.
         like: empty tensor (0, width) with the dtype and device of the layer's input.
+        unneeded: matrix (num_rows, width) whose rows are not read after the backward pass of their tile, for
+            the gradients of the own features; None: there is none.
     """
+
+    unneeded: Tensor | None = None
 
     def __init__(
         self, sums: NeighbourSum, features: Tensor, tile_rows: int, rows: Tensor | None = None
@@ -712,11 +723,19 @@ class _Recomputed(_Kept):
 
 
 class _Divided(_Kept):
-    """Stores the sums of a partitioned graph: to compute them again, processes would exchange features."""
+    """Stores the sums of a partitioned graph: to compute them again, processes would exchange features.
 
-    def __init__(self, sums: NeighbourSum, features: Tensor, tile_rows: int) -> None:
+    Args:
+        sums: the neighbour sum of the layer.
+        features: the layer's input (num_nodes, width).
+        tile_rows: number of rows per tile.
+        is_callers: whether the input is the caller's tensor.
+    """
+
+    def __init__(self, sums: NeighbourSum, features: Tensor, tile_rows: int, is_callers: bool) -> None:
         super().__init__(sums, features, tile_rows)
         self.sum, self.own = sums.of_all_rows(features, tile_rows), features
+        self.unneeded = None if is_callers else features
 
     def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         return self.sum[begin:end], self.own[begin:end]
@@ -724,6 +743,7 @@ class _Divided(_Kept):
     def finish(self) -> None:
         if not self.sums.reads_own:
             self.own = self.sum
+            self.unneeded = None
 
 
 class _LastRows(_Kept):

@@ -273,21 +273,24 @@ class ColumnExchange:
         self.num_own = exchange.num_local
         self.num_sources = exchange.num_local + exchange.num_halo
 
-    def sources(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    def sources(self, x: Tensor, scale: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Yields some columns of the features of all sources: first the rank's own nodes, then the halo.
 
         While the caller uses some columns, the next ones are exchanged.
 
         Args:
             x: floating (local nodes, F).
+            scale: factors of the features, (at least the local nodes,); the products are rounded to the dtype
+                of ``x``. None: 1.
 
         Yields:
             Columns, and their features (num_sources, columns), contiguous.
         """
         columns = self._columns(x)
-        begun = [self._begin(x[:, columns[0]])]
+        factor = None if scale is None else scale[: self.num_own, None]
+        begun = [self._begin(x[:, columns[0]], factor)]
         for nth, each in enumerate(columns):
-            begun += [self._begin(x[:, after]) for after in columns[nth + 1 : nth + 2]]
+            begun += [self._begin(x[:, after], factor) for after in columns[nth + 1 : nth + 2]]
             sources, transfer = begun.pop(0)
             transfer.wait()
             yield each, sources
@@ -311,8 +314,8 @@ class ColumnExchange:
 
         def finish() -> None:
             columns, found, transfer = begun.pop(0)
-            own = self.exchange.add_up(transfer.wait(), out.dtype)
-            out[:, columns] = own.add_(found[: self.num_own])
+            self.exchange.add_up(transfer.wait(), out.dtype, out=out[:, columns])
+            out[:, columns] += found[: self.num_own]
 
         for columns in self._columns(like):
             found = gradients(columns)
@@ -327,16 +330,20 @@ class ColumnExchange:
         size = self.num_sources * x.size(1) * x.itemsize
         return column_tiles(x.size(1), max(-(-size // PIECE_BYTES), 1))
 
-    def _begin(self, x: Tensor) -> tuple[Tensor, Transfer]:
-        """Starts to exchange columns ``x`` (local nodes, number of columns).
+    def _begin(self, x: Tensor, factor: Tensor | None) -> tuple[Tensor, Transfer]:
+        """Starts to exchange columns ``x`` (local nodes, number of columns), times ``factor``.
 
         Returns:
             Features of all sources, and the transfer. The features of the halo are undefined until the
             transfer ends.
         """
         sources = x.new_empty(self.num_sources, x.size(1))
-        sources[: self.num_own] = x
-        sent = sources[: self.num_own] if self.exchange.sends_all else self.exchange.pack(x, x.dtype)
+        own = sources[: self.num_own]
+        if factor is None:
+            own.copy_(x)
+        else:
+            torch.mul(x, factor, out=own)
+        sent = own if self.exchange.sends_all else self.exchange.pack(own, x.dtype)
         return sources, self.exchange.to_halo(sent, sources[self.num_own :])
 
 

@@ -30,7 +30,7 @@ def add_bias(out: Tensor, bias: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes ``torch.nn.functional.linear``; callers must not edit the result in place.
+    """Computes ``torch.nn.functional.linear``.
 
     Args:
         x: features (..., F).
@@ -59,7 +59,10 @@ class _Bias(torch.autograd.Function):
     def forward(ctx: Any, out: Tensor, bias: Tensor, is_added: bool) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.bias_dtype = bias.dtype
-        return out.view_as(out) if is_added else out + bias.to(out.dtype)
+        if is_added:
+            ctx.mark_dirty(out)  # unlike a view, the result may be edited in place
+            return out
+        return out + bias.to(out.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
