@@ -84,23 +84,29 @@ def _all_reduce(parameters: list[Tensor], group: dist.ProcessGroup | None) -> No
     The message also counts, for each parameter, the processes that have a gradient. A process without a
     gradient for a parameter reads this count.
     """
-    dtype = parameters[0].dtype
+    dtype, device = parameters[0].dtype, parameters[0].device
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    present = torch.ones(len(parameters), dtype=wide, device=parameters[0].device)
-    grads = []
-    for nth, parameter in enumerate(parameters):
-        if parameter.grad is None:
-            present[nth].zero_()
-        grads.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    flat = torch.cat([*(grad.detach().reshape(-1).to(wide) for grad in grads), present])
-    dist.all_reduce(flat, group=group)
-    *totals, present = flat.split([*(grad.numel() for grad in grads), len(grads)])
+    grads = [it.grad for it in parameters]
+    absent = [nth for nth, grad in enumerate(grads) if grad is None]
+    count = torch.ones(len(grads), dtype=wide, device=device)
+    if absent:
+        count[absent] = 0
+    sums = [
+        torch.zeros_like(it, dtype=wide, memory_format=torch.contiguous_format)
+        if grad is None
+        else grad.detach().to(wide).contiguous()  # the gradient itself, if it has this form already
+        for it, grad in zip(parameters, grads, strict=True)
+    ]
+    processes = group or dist.group.WORLD
+    assert processes is not None
+    # One launch sums all tensors in place, without copies of them.
+    processes.allreduce_coalesced([*sums, count]).wait()
+    pairs = zip(grads, sums, strict=True)
+    copied = [(it, total) for it, total in pairs if it is not None and it.data_ptr() != total.data_ptr()]
+    if copied:  # one launch for all parameters
+        torch._foreach_copy_([it for it, _ in copied], [total for _, total in copied])
     # The counts are read only if necessary, because the host waits for the GPU when it reads them.
-    elsewhere = present.tolist() if any(it.grad is None for it in parameters) else []
-    shaped = [total.view_as(parameter) for parameter, total in zip(parameters, totals, strict=True)]
-    there = [nth for nth, parameter in enumerate(parameters) if parameter.grad is not None]
-    if there:  # one launch for all parameters
-        torch._foreach_copy_([grads[nth] for nth in there], [shaped[nth] for nth in there])
-    for nth, (parameter, total) in enumerate(zip(parameters, shaped, strict=True)):
-        if parameter.grad is None and elsewhere[nth]:
-            parameter.grad = total.to(dtype, copy=True)
+    elsewhere = count.tolist() if absent else []
+    for nth in absent:
+        if elsewhere[nth]:
+            parameters[nth].grad = sums[nth].to(dtype)
