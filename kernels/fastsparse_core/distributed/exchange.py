@@ -21,6 +21,8 @@ SEND_ALL = 0.8
 #: Largest number of bytes of one piece of a `ColumnExchange`: some columns of the features of all sources.
 #: Two pieces are in memory at a time.
 PIECE_BYTES = 2**33
+#: Number of rows of a piece of returned sums (`HaloExchange.add_up_in_pieces`).
+_PIECE_ROWS = 2**22
 
 
 def exchange_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
@@ -195,6 +197,24 @@ class HaloExchange:
             sums = zeros.index_add_(0, self.send_index, received)
         return sums if out is None else out.copy_(sums)
 
+    def add_up_in_pieces(self, received: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Yields the sums of `add_up` for some local rows at a time, which takes less memory.
+
+        Args:
+            received: (number of returned rows, ...), any dtype.
+            dtype: dtype of the sums.
+
+        Yields:
+            Local rows, and their sums (number of these rows, ...).
+        """
+        if self.send_index is not None:
+            yield slice(0, self.num_local), self.add_up(received, dtype)
+            return
+        blocks = received.view(len(self.sizes) - 1, self.num_local, *received.shape[1:])
+        for begin in range(0, self.num_local, _PIECE_ROWS):
+            rows = slice(begin, begin + _PIECE_ROWS)
+            yield rows, torch.sum(blocks[:, rows], 0, dtype=dtype)
+
     def to_halo(self, rows: Tensor, out: Tensor | None = None) -> Transfer:
         """Starts to send packed rows to the ranks that have them in their halo.
 
@@ -314,8 +334,9 @@ class ColumnExchange:
 
         def finish() -> None:
             columns, found, transfer = begun.pop(0)
-            self.exchange.add_up(transfer.wait(), out.dtype, out=out[:, columns])
-            out[:, columns] += found[: self.num_own]
+            own = found[: self.num_own]
+            for rows, sums in self.exchange.add_up_in_pieces(transfer.wait(), out.dtype):
+                out[rows, columns] = sums.add_(own[rows])
 
         for columns in self._columns(like):
             found = gradients(columns)
