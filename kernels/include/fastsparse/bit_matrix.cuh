@@ -20,8 +20,8 @@ __device__ __forceinline__ unsigned signs_of_halves(unsigned word) {
   return signs;
 }
 
-// Divides both words into pairs of fields of kShift bits: `a` gets the lower field of every pair, `b` the
-// upper fields.
+// Divides both words into pairs of fields of kShift bits. `a` gets the lower fields and `b` the upper fields
+// of both words. In every new pair, the field of the old `a` is the lower one.
 template <int kShift>
 __device__ __forceinline__ void exchange(unsigned& a, unsigned& b) {
   const unsigned x = a, y = b;
