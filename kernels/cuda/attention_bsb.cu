@@ -8,8 +8,8 @@
 // powers of two). Until then weights may exceed 1, which 16-bit formats and sums can represent. So one vote
 // per block replaces the reductions over lanes and the rescaling of the sums.
 //
-// Floors, for V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered, 4 V bytes of columns and
-// masks; 16 V (D + Dv) flops on tensor cores. The gather is the bottleneck.
+// Floors, for n vectors, and rows of K and V of D and Dv features: n (D + Dv) sizeof(T) bytes gathered, 4 n
+// bytes of columns and masks; 16 n (D + Dv) flops on tensor cores. The gather is the bottleneck.
 
 #include "fastsparse/attention_tiles.cuh"
 #include "fastsparse/launchers.h"

@@ -1,9 +1,10 @@
-// Attention with edge features, backward, from CSR on CUDA cores, with the policies of edge_attention.cu.
+// Attention with edge features, backward, from CSR on CUDA cores, for the scores of edge_attention.cu.
 //
-// With p = exp(s - lse_i), m the dropout factor, w = m p, dP = <dO_i, v_j> + <dO_edge_i, a_ij>, delta_i =
-// <dO_i, out_i> (out includes the terms of edge features) and dS = p (m dP - delta_i), per head:
-//   dot products: dq_i = scale sum_j dS k_j,  dq_edge_i = scale sum_j dS a_ij,  dk_j = scale sum_i dS q_i,
-//     dv_j = sum_i w dO_i,  da_ij = sum_h scale dS q_edge_i + w dO_edge_i
+// With p = exp(s - lse_i), m the dropout factor, w = m p, q_edge_i = W_h^T q_i, dO_edge_i = W_h^T dO_i, dP =
+// <dO_i, v_j> + <dO_edge_i, a_ij>, delta_i = <dO_i, out_i> (out includes the terms of edge features) and dS =
+// p (m dP - delta_i), per head:
+//   dot products: dq_edge_i = scale sum_j dS a_ij,  dq_i = scale sum_j dS k_j + W_h dq_edge_i,
+//     dk_j = scale sum_i dS q_i,  dv_j = sum_i w dO_i,  da_ij = sum_h scale dS q_edge_i + w dO_edge_i
 //   GATv2, z = x_i + x_j + W a_ij, dz = dS att leaky_relu'(z): dx_i = sum_j dz,  dx_j = sum_i dz + w dO_i,
 //     datt = sum_ij dS leaky_relu(z),  dW = sum_ij dz a_ij^T,  da_ij = W^T dz
 //   - The row pass gathers k_j and v_j (GATv2: x_j) and stores {w, dS} of every edge and head. For GATv2, it
@@ -220,7 +221,7 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
       if (!kPlain && input.dropout.threshold != 0) {
         weight[u] *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
       }
-      // This is an explicit fma, because the compiler contracts instances of this loop in two ways.
+      // This is an explicit fma, because the compiler would contract the instances of this loop in two ways.
       grad_score[u] = __fmaf_rn(weight[u], products[kCount + u], -(p * delta[0]));
       if (has[u] && lane.live && lane.sub == 0) {
         *pair_at(args.work, entries.position[u], input.heads, lane.head) =

@@ -44,9 +44,9 @@ __device__ __forceinline__ void add_to_features(Acc<T> (&part)[4 * kCount], cons
   }
 }
 
-// Sums each of kCount numbers over kLanes lanes. Lane i gets the i-th part of the sums. In each step, the
-// lanes exchange half of their numbers. For 8 lanes, that takes 7/8 kCount shuffles instead of 3 kCount for
-// sums in all lanes.
+// Sums each of kCount numbers over 8 lanes (kLanes is 8 in the caller's call). Lane i gets the i-th eighth of
+// the sums. In each step, the lanes exchange half of their numbers. That takes 7/8 kCount shuffles instead of
+// 3 kCount for sums in all lanes.
 template <int kLanes, typename A, int kCount>
 __device__ __forceinline__ void scatter_over_lanes(A (&v)[kCount]) {
   constexpr int kHalf = kCount * kLanes / 16;

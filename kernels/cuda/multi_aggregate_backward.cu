@@ -137,7 +137,7 @@ __device__ __forceinline__ void differentiate_features(const MultiAggregateBackw
       }
       const A number = scatter_sum(part, kWarp);
       const int mine = lane / kQuad;
-      if (mine < wanted) {  // if wanted < kCount, the other lanes have copies
+      if (mine < wanted) {  // lanes from kCount * kQuad on have copies of the numbers
         std::uint32_t position = entries.position[0];
 #pragma unroll
         for (int u = 1; u < kCount; ++u) position = mine == u ? entries.position[u] : position;

@@ -14,8 +14,9 @@ namespace row_split_detail {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kLengths =
-    16;  // kinds of last slices: a slice of kind k has 2^(k-1) to 2^k - 1 entries, a slice of kind 0 has none
+// Number of kinds of last slices: a slice of kind k has 2^(k-1) to 2^k - 1 entries, a slice of kind 0 has
+// none. The highest kind also has all longer slices.
+constexpr int kLengths = 16;
 // Counters of a block of rows: last slices by kind, then kFull, kSplitRows and kSlots. The scratch has the
 // counts of all blocks, counter by counter, and then the positions where the slices of each kind start.
 constexpr int kFull = kLengths, kSplitRows = kLengths + 1, kSlots = kLengths + 2, kCounters = kLengths + 3;
