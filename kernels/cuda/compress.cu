@@ -170,8 +170,8 @@ __global__ void make_segment_keys_kernel(const SortSegmentsArgs args, std::uint3
   const auto* index = static_cast<const Index*>(args.index);
   const auto most = static_cast<std::uint64_t>(args.num_segments);
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kThreads * kKeysPerThread + threadIdx.x;
-  // All loads come before the first store. The compiler cannot reorder them, because it does not know that
-  // the arrays do not overlap.
+  // All loads come before the first store. The compiler would not move a load before a store, because it does
+  // not know that the arrays do not overlap.
   Index segment[kKeysPerThread], before[kKeysPerThread];
 #pragma unroll
   for (int i = 0; i < kKeysPerThread; ++i) {
@@ -220,7 +220,7 @@ __device__ std::int64_t row_of_thread(const std::int64_t* rowptr, std::int64_t n
                                       std::int64_t num_edges) {
   __shared__ std::int64_t ends[2];
   const auto row_of_entry = [&](std::int64_t e, std::int64_t low, std::int64_t high) {
-    while (low < high) {  // the last row that begins at or before e
+    while (low < high) {  // finds the last row that begins at or before e
       const std::int64_t middle = (low + high + 1) / 2;
       if (rowptr[middle] <= e) {
         low = middle;

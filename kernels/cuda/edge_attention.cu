@@ -135,9 +135,10 @@ __global__ void __launch_bounds__(kHeadThreads,
 #pragma unroll
       for (int i = 0; i < kPart; ++i) acc_edge[i] *= rescale;
     }
+    // The fma is explicit. Otherwise, the compiler would contract the two instances of this loop (for `whole`
+    // or not) in two ways, and the rounding would depend on the other slices of the warp.
 #pragma unroll
-    for (int u = 0; u < kCount;
-         ++u) {  // explicit fma: the compiler would contract the instances of this loop in two ways
+    for (int u = 0; u < kCount; ++u) {
       float w = exp_or_zero(score[u] - reference);
       sum += w;
       if (!kPlain && input.dropout.threshold != 0) {

@@ -12,8 +12,8 @@
 //   - The column pass computes two weighted sums of gathered rows, q_i and dO_i, without reductions over
 //     lanes. For GATv2 it gathers only dO_i, because the signs determine leaky_relu'.
 //   - For dot products, the transposed structure may be missing, because building it costs more than it saves
-//     if a structure is used once. Then this pass goes over the rows and adds to the columns' sums by float
-//     atomics: 8 E F bytes.
+//     if a structure is used once. Then another pass over the rows replaces the column pass, and adds to the
+//     columns' sums by float atomics: 8 E F bytes.
 //   - GATv2's dW is computed in one pass over the edges, without a gather.
 //
 // Floors, for E entries of width F: 4 E F sizeof(T) bytes gathered (GATv2: 2), 16 E H bytes of pairs written
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
       if (!kPlain && input.dropout.threshold != 0) {
         weight[u] *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
       }
-      // This is an explicit fma, because the compiler would contract the instances of this loop in two ways.
+      // The fma is explicit, for the same reason as in the forward pass.
       grad_score[u] = __fmaf_rn(weight[u], products[kCount + u], -(p * delta[0]));
       if (has[u] && lane.live && lane.sub == 0) {
         *pair_at(args.work, entries.position[u], input.heads, lane.head) =
@@ -432,7 +432,8 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
   constexpr int kInFlight = kKept ? 2 : kEdgesInFlight<T>;
   const EdgeAttentionInput& input = args.input;
   const EdgeLane lane(input, head_lanes, heads_per_group);
-  if (lane.group >= args.att_rows) return;  // whole warps: a block has up to 128 groups, a warp up to 32
+  // Only whole warps return: a warp has up to 32 groups, and att_rows is a multiple of 32.
+  if (lane.group >= args.att_rows) return;
   const std::int64_t width = input.heads * input.head_width;
   const float slope = static_cast<float>(input.scale);
   float att[kLaneFeatures], grad_att[kLaneFeatures] = {};

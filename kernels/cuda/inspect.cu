@@ -2,7 +2,8 @@
 // in one launch. Some blocks pass over edges, the others over rows. The host reads the results once. Memory
 // traffic: indices are read once; 4 bytes per edge and 28 bytes per row are written.
 //
-// Few edges are sorted in the same launch, by counting, because a radix sort takes a dozen launches.
+// Few edges are sorted in the same launch, by counting the entries of every row and comparing the entries
+// within a row, because a radix sort takes a dozen launches.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -106,8 +107,7 @@ __device__ void inspect_edges(const InspectArgs& args, std::int64_t block, std::
 
 template <typename Index>
 __device__ void inspect_rows(const InspectArgs& args, std::int64_t block) {
-  // The first and the last entry of this block's rows. The threads of the block search between them, in the
-  // cache.
+  // The range of the entries of this block's rows. The threads of the block search within it, in the cache.
   __shared__ std::int64_t ends[2];
   const auto* row = static_cast<const Index*>(args.row);
   const int warp = threadIdx.x / kWarp;

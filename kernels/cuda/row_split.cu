@@ -114,8 +114,7 @@ __global__ void count_kernel(const RowSplitArgs args) {
 
 // Finds the row pointers of sorted keys, then counts slices.
 __global__ void find_and_count_kernel(const RowSplitArgs args, const SortedKeys keys) {
-  // The first and the last entry of this block's rows. The threads of the block search between them, in the
-  // cache.
+  // The range of the entries of this block's rows. The threads of the block search within it, in the cache.
   __shared__ std::int64_t ends[2];
   __shared__ std::int64_t begins[kThreads + 1];
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kThreads;
@@ -194,8 +193,8 @@ __global__ void place_kernel(const RowSplitArgs args, std::int64_t blocks, std::
   host_facts[kEntriesInRange] = entries;
 }
 
-// Writes the slices. If `capacity` is not 0, the slices from the last one up to this number are marked as
-// unused.
+// Writes the slices. If `capacity` is not 0, the list has memory for this number of slices, and those after
+// the last one are marked as unused.
 __global__ void fill_kernel(const RowSplitArgs args, std::int64_t capacity) {
   __shared__ int kinds[kLengths];
   const std::int64_t r = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;

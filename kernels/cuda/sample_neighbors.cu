@@ -226,7 +226,8 @@ __global__ void __launch_bounds__(kThreads)
 
     std::uint32_t found = 0,
                   known = 0;  // the digits of the k-th smallest key found so far, and a mask of their bits
-    int left = fanout;  // number of entries to choose among those whose key begins with the digits in `known`
+    // Number of entries to choose among those whose key begins with the digits found so far.
+    int left = fanout;
     if (drawable > fanout) {
       for (int shift = 24; shift >= 0; shift -= 8) {
         for (int digit = lane; digit < kDigits; digit += kWarp) count[digit] = 0;
@@ -237,8 +238,8 @@ __global__ void __launch_bounds__(kThreads)
           if ((word & known) == found) atomicAdd(&count[word >> shift & (kDigits - 1)], 1);
         }
         __syncwarp();
-        // Every lane has eight consecutive digits. The next digit belongs to the lane whose counts reach
-        // `left`.
+        // Every lane has eight consecutive digits. The next digit belongs to the first lane whose counts,
+        // added to those of the lanes before it, reach `left`.
         constexpr int kOfLane = kDigits / kWarp;
         int own = 0;
 #pragma unroll

@@ -84,7 +84,7 @@ __device__ __forceinline__ void bit_planes(unsigned (&words)[16]) {
   for (int i = 0; i < 8; ++i) exchange<1>(words[i], words[i + 8]);
 }
 
-// Moves the bits of even numbers to the lower half, and those of odd numbers to the upper half.
+// Moves bits 0, 2, 4 and so on to the lower half, and bits 1, 3, 5 and so on to the upper half.
 __device__ __forceinline__ unsigned evens_first(unsigned word) {
   const auto swap = [&](int shift, unsigned where) {
     const unsigned changed = (word ^ word >> shift) & where;

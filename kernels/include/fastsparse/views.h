@@ -578,8 +578,8 @@ FASTSPARSE_ARGUMENTS(AttentionCsrBackwardArgs, FIELDS(forward), AS(transposed, a
 
 // Attention on CUDA with edge features a_ij, in the caller's edge order. w is the softmax of s over the row,
 // after dropout.
-//   Dot products: s_ij,h = scale (<q_i,h , k_j,h> + <q_edge_i,h , a_ij>) + bias_ij,h, out_i,h = sum_j w v_j,h
-//   and out_edge_i,h = sum_j w a_ij.
+//   Dot products: s_ij,h = scale <q_i,h , k_j,h + W_h a_ij> + bias_ij,h, out_edge_i,h = sum_j w a_ij and
+//   out_i,h = sum_j w v_j,h + W_h out_edge_i,h.
 //   GATv2: s_ij,h = <att_h , leaky_relu(q_i,h + k_j,h + W_h a_ij)>, out_i,h = sum_j w v_j,h with v = k.
 // Rows of head_width and of edge_width elements are multiples of 16 bytes and of 4 features.
 struct EdgeAttentionInput {
@@ -1058,7 +1058,8 @@ struct SsdArgs {
   const void* bias;
   void* out;      // (num_rows, width)
   void* partial;  // (num_slots, width) in the accumulation type; CUDA only
-  void* packed;   // (num_cols of a, k) scratch for packed entries, k <= 32; null: not packed; CUDA only
+  void* packed;   // (num_cols of a, k) scratch for packed entries of 4 bytes, k <= 32; null: not packed; CUDA
+                  // only
   std::int64_t width;
   std::int64_t k;
   Dtype dtype;
