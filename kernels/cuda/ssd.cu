@@ -500,7 +500,7 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
   // If there are more quads per source than lanes, a lane handles several quads, one after another.
   for (int quad0 = 0; quad0 < quads; quad0 += lanes) {
     const int quad = quad0 + lane_of_source;
-    const int end = quad < quads ? last : -1;  // last edge of which this lane adds a quad; -1: none
+    const int end = quad < quads ? last : -1;  // -1: this lane has no quad of the sources
     const Rows rows(args, min(quad, quads - 1));
     unsigned source[kAtOnce];
     Chunk<kAtOnce, typename Rows::Entries> next;

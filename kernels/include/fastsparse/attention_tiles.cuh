@@ -698,7 +698,7 @@ class Entries {
     const std::uint32_t other = column(i);
     return kTransposed ? RowAndColumn{other, own} : RowAndColumn{own, other};
   }
-  // The quad of the block that has the thread's entries; then the masks of this quad.
+  // quad: index in the block of the quad that has the thread's entries. masks: the masks of this quad.
   __device__ __forceinline__ int quad() const { return S::kFloat ? lane_ % 4 : lane_ / 8; }
   __device__ __forceinline__ std::uint32_t masks() const {
     return load_shared_word(block_ + quad() * kQuadBytes + kMaskByte);

@@ -253,7 +253,8 @@ FASTSPARSE_ARGUMENTS(WeightGradientArgs, MATRIX(grad), STRIDE(grad_stride), MATR
 // Sums over rows of the outer products of every head's features with the features of its edges. CUDA only.
 struct HeadOuterArgs {
   CsrView a;      // rows without entries are omitted, even if x and y are NaN there
-  const void* x;  // (num_rows, heads * head_width); head_width and edge_width are multiples of 4
+  const void* x;  // (num_rows, heads * head_width); rows of head_width elements are multiples of 16 bytes,
+                  // and edge_width is a multiple of 4
   std::int64_t x_stride;
   const void* y;  // (num_rows, heads * head_width)
   std::int64_t y_stride;
@@ -331,7 +332,8 @@ struct SddmmArgs {
   std::int64_t heads;
   std::int64_t head_width;
   Dtype dtype;
-  const std::int32_t* row;  // (num_edges): work is divided by entries; null: by rows; CUDA only
+  const std::int32_t* row;  // (num_edges) row of every entry: work is divided by entries; null: work is
+                            // divided by rows; CUDA only
 };
 FASTSPARSE_ARGUMENTS(SddmmArgs, AS(structure, a), ALSO(split), FIELDS(heads, x_dst), WIDTH(head_width),
                      PER(head_width, heads), DTYPE(dtype),
@@ -581,7 +583,7 @@ FASTSPARSE_ARGUMENTS(AttentionCsrBackwardArgs, FIELDS(forward), AS(transposed, a
 //   Dot products: s_ij,h = scale <q_i,h , k_j,h + W_h a_ij> + bias_ij,h, out_edge_i,h = sum_j w a_ij and
 //   out_i,h = sum_j w v_j,h + W_h out_edge_i,h.
 //   GATv2: s_ij,h = <att_h , leaky_relu(q_i,h + k_j,h + W_h a_ij)>, out_i,h = sum_j w v_j,h with v = k.
-// Rows of head_width and of edge_width elements are multiples of 16 bytes and of 4 features.
+// Rows of head_width elements are multiples of 16 bytes, and edge_width is a multiple of 4.
 struct EdgeAttentionInput {
   bool gatv2;
   DenseView q;       // (num_rows, heads * head_width)
@@ -1013,7 +1015,8 @@ struct MaskRowsArgs {
 FASTSPARSE_ARGUMENTS(MaskRowsArgs, FIELDS(dense), NUM_ROWS(num_rows), WIDTH(width), DTYPE(dtype),
                      FIELDS(kept, out));
 
-// Dense rows from CBSR: the values at their column ids, and 0 in the other columns.
+// Dense rows from CBSR: the values at their column ids, and 0 in the other columns. Ids that are not below
+// the width are ignored.
 struct CbsrToDenseArgs {
   const void* values;  // (num_rows, k)
   const void* ids;     // (num_rows, k): uint8 if width <= 256, else uint16
@@ -1026,7 +1029,7 @@ struct CbsrToDenseArgs {
 FASTSPARSE_ARGUMENTS(CbsrToDenseArgs, FIELDS(width), MATRIX(values), NUM_ROWS(num_rows), WIDTH(k),
                      DTYPE(dtype), FIELDS(ids, out));
 
-// The entries of dense rows at the column ids of a CBSR matrix.
+// The entries of dense rows at the column ids of a CBSR matrix; 0 for ids that are not below the width.
 struct CbsrGatherArgs {
   DenseView dense;  // (num_rows, width)
   const void* ids;  // (num_rows, k): uint8 if width <= 256, else uint16
