@@ -26,7 +26,7 @@ namespace additive_attention_backward_detail {
 // the weights sum to 1 although a large lse has a rounding error.
 using RowState = float4;
 
-// The sums N and P of the file's first comment, over a row's entries with positive logits (plus) and the
+// N and P (see the top of the file): sums over a row's entries with positive logits (plus) and over the
 // others (minus).
 struct RowSums {
   float n_plus, n_minus, p_plus, p_minus;

@@ -6,7 +6,7 @@
 // 16 vectors at a time into shared memory (attention_tiles.cuh), and loads the next block while it computes
 // the current one. The running maximum of a row changes only if a score exceeds it by more than kSlack (in
 // powers of two). Until then, weights may be up to 2^kSlack, which 16-bit formats and sums can represent. So
-// in most blocks, one vote of the warp replaces the reductions over lanes and the rescaling of the sums.
+// one vote of the warp per block decides whether to reduce over lanes and to rescale the sums.
 //
 // Floors, for n vectors, and rows of K and V of D and Dv features: n (D + Dv) sizeof(T) bytes gathered, 4 n
 // bytes of columns and masks; 16 n (D + Dv) flops on tensor cores. The gather is the bottleneck.

@@ -852,8 +852,8 @@ void launch_in_shared_memory(SsdArgs args, cudaStream_t stream) {
       launch_long<2, kWeighted ? 7 : 10, T, Id, Rows, kWeighted>(args, stream);
     }
   } else {
-    // A k that is not a multiple of four, or unaligned addresses, are rare. All of these calls share one
-    // weighted kernel, in which calls without weights use weight 1.
+    // A k that is not a multiple of four is rare, and so are unaligned addresses. All of these calls share
+    // one weighted kernel, in which calls without weights use weight 1.
     launch_long<2, 6, T, Id, QuadOfRows<T, Id, false>, true, true>(args, stream);
   }
   if constexpr (sizeof(Id) == 1) {
