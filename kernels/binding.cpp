@@ -393,7 +393,7 @@ AttentionCsrArgs make_attention_csr(const AttentionCsrArgs& given) {
   return args;
 }
 
-// Calls the launcher with the arguments that an object stores.
+// The arguments of a call whose only argument is a Python object that stores all of them.
 template <typename Args>
 struct Object {
   Args args;

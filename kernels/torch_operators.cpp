@@ -87,7 +87,8 @@ EdgeValueView values_of(const MaybeTensor& value, Dtype otherwise) {
   return {data_of(value), dtype_of(*value), value->dim() > 1 ? value->size(1) : 1};
 }
 
-// A structure, as `compress` returns it, and its number of columns.
+// A structure, as `compress` returns it, and its number of columns. `rowptr` has an additional row for the
+// edges that `compress` leaves out.
 struct Rows {
   const Tensor& rowptr;
   const Tensor& col;

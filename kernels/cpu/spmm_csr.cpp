@@ -14,8 +14,8 @@ constexpr std::int64_t kEntriesPerSum =
     32;  // number of entries after which the sum is added to a compensated total
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
-constexpr std::int64_t kNearBytes = 1
-                                    << 19;  // up to this size, x stays in a near cache and is not prefetched
+constexpr std::int64_t kNearBytes =
+    1 << 19;  // up to this number of bytes, x stays in a cache and is not prefetched
 
 template <typename T>
 FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std::int64_t head) {

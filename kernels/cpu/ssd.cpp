@@ -1,6 +1,6 @@
-// Sparse rows times a sparse structure on the CPU: for each row, the entries of its neighbours are added to
-// one dense row of float64, which stays in the L1 cache. The scattered additions bound the time: num_edges *
-// k.
+// A sparse structure times sparse rows on the CPU: for each row, the k kept entries of each of its neighbours
+// are added to one dense row of float64, which stays in the L1 cache. The scattered additions bound the time:
+// num_edges * k.
 #include <algorithm>
 #include <vector>
 

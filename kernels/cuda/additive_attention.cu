@@ -1,11 +1,11 @@
 // Additive (GAT) attention, forward, from CSR on CUDA cores.
 //
 // A score is one number per entry and head, so each lane computes the softmax weight of one entry of a batch
-// and passes it to the other lanes by shuffles. As in spmm_csr.cu, the gather of v is the bottleneck. Floors
-// per call, for E entries of width F: E F sizeof(T) bytes gathered, and E heads 4 bytes of scores. The
-// softmax is online: sums are relative to the largest score so far, and are rescaled when a larger score
-// comes. If a row has several slices, each of them stores (maximum, sum, output), and a second kernel
-// combines them in slot order.
+// (head_lanes.cuh) and passes it to the head's other lanes by shuffles. As in spmm_csr.cu, the gather of v is
+// the bottleneck. Floors per call, for E entries of width F: E F sizeof(T) bytes gathered, and E heads 4
+// bytes of scores. The softmax is online: sums are relative to the largest score so far, and are rescaled
+// when a larger score comes. If a row has several slices, each of them stores (maximum, sum, output), and a
+// second kernel combines them in slot order.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/head_lanes.cuh"

@@ -26,7 +26,8 @@ namespace additive_attention_backward_detail {
 // the weights sum to 1 although a large lse has a rounding error.
 using RowState = float4;
 
-// Sums over a row's entries with positive (plus) and other (minus) logits.
+// N and P (see the top of the file): sums over a row's entries with positive logits (plus) and over the
+// others (minus).
 struct RowSums {
   float n_plus, n_minus, p_plus, p_minus;
 };

@@ -5,8 +5,8 @@
 // read and written, 4 n K bytes for sums that the backward pass reads; 4 n K N flops. On an H200, bytes and
 // flops take about equally long and do not overlap, so products run on tensor cores. A float32 number is
 // exactly the sum of three bfloat16 terms. Of the nine products of terms, six are summed; the others are
-// below 2^-22 of the first. If torch.set_float32_matmul_precision asks for less, there are two terms and
-// three products.
+// below 2^-22 of the first. If torch.set_float32_matmul_precision allows less, there are two terms and three
+// products.
 //
 // Both weights stay in shared memory, as terms, if they are up to 128 wide. Wider weights are divided into
 // tiles of 128, with one launch per tile. The first tile of outputs gathers the neighbours and writes their
@@ -45,7 +45,7 @@ struct Whole {
   bool adds;  // whether the tile adds to `out`, which has the results of earlier tiles of features
 };
 
-// This lane's features of rows g and g + 8 of a tile.
+// This lane's features of rows g and g + 8 of the warp's 16 rows: a piece of four features in every group.
 template <int kGroups>
 struct Rows {
   float4 piece[2][kGroups] = {};

@@ -1,5 +1,6 @@
 // Gradients of the parameters of aggregate_linear, in float32: dW = dY^T S, dW_r = dY^T X and the sums of
-// dY's columns, in one pass over the rows.
+// dY's columns, in one pass over the rows. S has the sums over neighbours, X the nodes' own features, and dY
+// the gradient of the result.
 //
 // Floors per call, for n rows: 4 n (2 K + N) bytes, 4 n K N flops, as bfloat16 terms on tensor cores
 // (aggregate_linear.cu).
@@ -31,7 +32,7 @@ constexpr int kPanelBytes = kRows * kSwizzledRowBytes;
 constexpr int kPanels = kTile * 2 / kSwizzledRowBytes;
 constexpr int kPieces = kTile / 4;                       // pieces of four features per row
 constexpr int kRowsTogether = kThreads / kPieces;        // rows whose pieces the threads load at a time
-constexpr int kPiecesPerThread = kRows / kRowsTogether;  // rows per stage
+constexpr int kPiecesPerThread = kRows / kRowsTogether;  // pieces of a stage that a thread loads
 constexpr int kBiasRows = kThreads / kTile;              // rows of dY that are added at a time
 
 template <int kTerms>
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ __align__(kAtomBytes) char shared[];
   auto* const stages = reinterpret_cast<Stage<kTerms>*>(shared);
   const bool is_root = blockIdx.y % 2 == 1;
-  const int across = static_cast<int>((args.width + kTile - 1) / kTile);  // number of tiles
+  const int across = static_cast<int>((args.width + kTile - 1) / kTile);  // number of tiles of features
   const int nth = static_cast<int>(blockIdx.y) / 2;
   const int first_feature = nth % across * kTile, first_output = nth / across * kTile;
   const int width = min(static_cast<int>(args.width) - first_feature, kTile);

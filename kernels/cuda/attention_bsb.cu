@@ -5,11 +5,11 @@
 // A warp computes one slice of a window (8 rows) for the heads of one tile. It gathers the rows of K and V of
 // 16 vectors at a time into shared memory (attention_tiles.cuh), and loads the next block while it computes
 // the current one. The running maximum of a row changes only if a score exceeds it by more than kSlack (in
-// powers of two). Until then weights may exceed 1, which 16-bit formats and sums can represent. So one vote
-// per block replaces the reductions over lanes and the rescaling of the sums.
+// powers of two). Until then, weights may be up to 2^kSlack, which 16-bit formats and sums can represent. So
+// one vote of the warp per block decides whether to reduce over lanes and to rescale the sums.
 //
-// Floors, for V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered, 4 V bytes of columns and
-// masks; 16 V (D + Dv) flops on tensor cores. The gather is the bottleneck.
+// Floors, for n vectors, and rows of K and V of D and Dv features: n (D + Dv) sizeof(T) bytes gathered, 4 n
+// bytes of columns and masks; 16 n (D + Dv) flops on tensor cores. The gather is the bottleneck.
 
 #include "fastsparse/attention_tiles.cuh"
 #include "fastsparse/launchers.h"

@@ -2,13 +2,15 @@
 // log-sum-exp normalises them, as in FlashAttention-2, so no intermediate array has one element per edge.
 // There are no atomics.
 //
-// With P = softmax(S), delta_i = <dO_i, O_i>, dP = dO V^T and dS = P (dP - delta):
+// With P = softmax(S), M the dropout factors, delta_i = <dO_i, O_i>, dP = dO V^T and, element by element, dS
+// = P (M dP - delta):
 //   - A pass over the structure gathers K and V and computes dQ = scale dS K, and the gradient dS of the
 //     bias.
-//   - A pass over the transposed structure gathers Q and dO and computes dK = scale dS^T Q and dV = P^T dO.
+//   - A pass over the transposed structure gathers Q and dO and computes dK = scale dS^T Q and dV = (M P)^T
+//     dO.
 //
 // Both passes use one kernel. With own rows A, B and gathered rows X, Y, the scores are A X^T, and the
-// products with gradients are B Y^T. The kernel sums dS X and, in the second pass, also P Y. Each row is
+// products with gradients are B Y^T. The kernel sums dS X and, in the second pass, also (M P) Y. Each row is
 // gathered once for both of its products.
 
 #include "fastsparse/attention_tiles.cuh"

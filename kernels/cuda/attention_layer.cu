@@ -2,7 +2,7 @@
 // attention, and the skip connection and bias that are added. The backward call computes all gradients. Both
 // launch the kernels of the operators (additive_attention.cu, gatv2_attention.cu, edge_attention.cu without
 // edge features or attention_bsb.cu, and their backward passes) and the kernels of attention_layer_parts.cu.
-// One launch computes all sums over nodes.
+// Several sums over nodes share one launch.
 
 #include <algorithm>
 

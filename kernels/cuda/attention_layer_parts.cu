@@ -1,7 +1,7 @@
 // The kernels that an attention layer launches before and after attention, on CUDA. There are few kernels,
 // because on small graphs launches take longer than kernels.
-//   - scores_kernel: <a_h, v_ih> for both vectors of every head. Lanes as in head_lanes.cuh; a group of lanes
-//     handles every `groups`-th row and keeps the vectors in registers. Floor: v read once.
+//   - scores_kernel: <a_h, v_ih> for both vectors of every head. Lanes are assigned as in head_lanes.cuh; a
+//     group of lanes handles every `groups`-th row and keeps the vectors in registers. Floor: v read once.
 //   - score_gradients_kernel: dv_ih += ds_ih a_h (both vectors), and sums over the rows of ds_ih v_ih and of
 //     dO_i. Each block adds its groups in order, in shared memory, and writes one row of sums.
 //     sum_partials_kernel adds these rows in float64, always in the same order. Floor: v, dO and dv read, dv
@@ -19,8 +19,10 @@ namespace fastsparse::cuda {
 namespace attention_layer_parts_detail {
 
 constexpr int kThreads = 256;
-constexpr int kRowsPerGroup = 8;  // if there are few rows, for kernels that keep vectors or sums in registers
-constexpr int kRowsAhead = 2;     // rows that a lane loads before it uses them
+// Number of rows per group of lanes, for kernels that keep vectors or sums in registers. If there are many
+// rows, the number of blocks is limited, and a group handles more rows.
+constexpr int kRowsPerGroup = 8;
+constexpr int kRowsAhead = 2;  // rows that a lane loads before it uses them
 
 template <typename T, int kVec, int kHeadLanes>
 __global__ void __launch_bounds__(kHeadThreads)

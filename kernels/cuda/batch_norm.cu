@@ -8,12 +8,12 @@
 // The forward and the backward pass have three launches each. Every column has two sums (of x and x^2; of dy
 // and dy (x - mean)). They are added in float64, so that the variance stays accurate if the mean is large,
 // and in an order that depends on the sizes alone:
-// 1. pairs_kernel: rows are divided into parts. In a block of threads, lane x of `columns` handles kVec
-//   columns with one load each, and line y handles every (kThreads / columns)-th row of the part. Lines are
-//   added one after the other.
+// 1. pairs_kernel: rows are divided into parts. The threads of a block are divided into lines of `columns`
+//   threads. Thread x of a line handles kVec columns with one load per row, and line y handles every
+//   (kThreads / columns)-th row of the part. Lines are added one after the other.
 // 2. moments_kernel, gradients_kernel: each lane of a warp handles one column, each of the 32 warps every
 //   32nd part.
-// 3. normalise_kernel, differentiate_kernel: lanes as in 1, with each column's coefficients in registers.
+// 3. normalise_kernel, differentiate_kernel: lines as in 1, with each column's coefficients in registers.
 //
 // Floors: 3 num_rows width sizeof(T) bytes forward (x twice, out once) and 5 backward. For 13,000 x 256 in
 // float32 from memory at 4.8 TB/s these are 8 and 14 us. Batches of molecules fit the L2 cache.
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Columns per block, and the grids of a pass.
+// Threads per line, and the grids of a pass.
 struct Shape {
   int columns;
   dim3 parts, rows, sums;

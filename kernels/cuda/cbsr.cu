@@ -1,9 +1,10 @@
-// Conversion between CBSR and dense rows, on CUDA cores.
+// Conversion between CBSR and dense rows, on CUDA cores. CBSR (MaxK-GNN) stores k values of every row, and
+// their columns as ids of 8 or 16 bits.
 //
 // To dense: several lanes build one row in shared memory, a tile at a time, and write it in coalesced 16-byte
 // pieces. In all, num_rows * (k * (sizeof(T) + sizeof(Id)) + width * sizeof(T)) bytes are moved. Gather: a
-// thread handles up to four entries of a row, which are close to each other. All 32-byte sectors with kept
-// columns are read, which are nearly all sectors if k is at least width / 8.
+// thread handles up to four consecutive ids of a row at a time. All 32-byte sectors with kept columns are
+// read, which are nearly all sectors if k is at least width / 8.
 
 #include <type_traits>
 

@@ -70,7 +70,7 @@ __global__ void unpack_keys_kernel(const CompressArgs args, int minor_bits, cons
   }
 }
 
-// Computes major_ptr[r] = number of sorted keys below row r.
+// Computes major_ptr[r] = number of sorted keys whose major index is below r.
 template <typename Key>
 __global__ void find_rows_kernel(const CompressArgs args, int minor_bits, const Key* keys) {
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -170,7 +170,8 @@ __global__ void make_segment_keys_kernel(const SortSegmentsArgs args, std::uint3
   const auto* index = static_cast<const Index*>(args.index);
   const auto most = static_cast<std::uint64_t>(args.num_segments);
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kThreads * kKeysPerThread + threadIdx.x;
-  // All loads come before the first store, because the compiler cannot know that they do not overlap.
+  // All loads come before the first store. The compiler would not move a load before a store, because it does
+  // not know that the arrays do not overlap.
   Index segment[kKeysPerThread], before[kKeysPerThread];
 #pragma unroll
   for (int i = 0; i < kKeysPerThread; ++i) {
@@ -219,7 +220,7 @@ __device__ std::int64_t row_of_thread(const std::int64_t* rowptr, std::int64_t n
                                       std::int64_t num_edges) {
   __shared__ std::int64_t ends[2];
   const auto row_of_entry = [&](std::int64_t e, std::int64_t low, std::int64_t high) {
-    while (low < high) {  // the last row that begins at or before e
+    while (low < high) {  // finds the last row that begins at or before e
       const std::int64_t middle = (low + high + 1) / 2;
       if (rowptr[middle] <= e) {
         low = middle;
@@ -329,7 +330,8 @@ int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scrat
 
   cub::DoubleBuffer<std::uint32_t> keys(reinterpret_cast<std::uint32_t*>(workspace),
                                         reinterpret_cast<std::uint32_t*>(workspace + places.second_keys));
-  // Positions start in the buffer for which an even or odd number of 8-bit passes ends in `order`.
+  // Every pass over 8 bits moves the positions to the other buffer. They start in the buffer from which they
+  // end in `order`.
   cub::DoubleBuffer<std::int32_t> ids(reinterpret_cast<std::int32_t*>(workspace + places.ids), args.order);
   if ((places.bits + 7) / 8 % 2 == 0) std::swap(ids.d_buffers[0], ids.d_buffers[1]);
   const unsigned blocks = ceil_div(args.num_rows, kThreads * kKeysPerThread);

@@ -1,15 +1,15 @@
-// Attention with edge features, forward, from CSR on CUDA cores. One kernel with a policy for the score: dot
-// products (kEdge features of an edge per lane), GATv2 (kEdge = 0), or GATv2 with W in registers (kEdge =
-// kKept).
+// Attention with edge features, forward, from CSR on CUDA cores. There are H heads of D features, and A
+// features per edge. The template parameter kEdge of the kernel selects the score: dot products (kEdge
+// features of an edge per lane), GATv2 (kEdge = 0), or GATv2 with W in registers (kEdge = kKept).
 //   - Dot products: with W_h the edges' linear map, <q_i, W_h a_ij> = <W_h^T q_i, a_ij> and sum_j w W_h a_ij
-//     = W_h sum_j w a_ij. So the kernel reads A features per edge and multiplies A numbers per head, and no
-//     row of H D features.
+//     = W_h sum_j w a_ij. So the kernel reads A features per edge and multiplies A numbers per head, instead
+//     of a row of H D features.
 //   - GATv2: W a_ij is inside the leaky ReLU, so it is computed here and not stored. W is in registers if an
 //     edge has up to 8 features, otherwise in the L1 cache.
 //
 // Floors, for E entries of width F = H D: 2 E F sizeof(T) bytes gathered (GATv2: half, because the key is
-// also the value) and E A sizeof(T) bytes read. Without edge features (A = 0), the policies compute the
-// attention of attention_bsb.cu and of gatv2_attention.cu.
+// also the value) and E A sizeof(T) bytes read. Without edge features (A = 0), the kernel computes the
+// attention of attention_bsb.cu or of gatv2_attention.cu.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/edge_attention.cuh"
@@ -135,9 +135,10 @@ __global__ void __launch_bounds__(kHeadThreads,
 #pragma unroll
       for (int i = 0; i < kPart; ++i) acc_edge[i] *= rescale;
     }
+    // The fma is explicit. Otherwise, the compiler would contract the two instances of this loop (for `whole`
+    // or not) in two ways, and the rounding would depend on the other slices of the warp.
 #pragma unroll
-    for (int u = 0; u < kCount;
-         ++u) {  // fma, because the compiler contracts instances of this loop in two ways
+    for (int u = 0; u < kCount; ++u) {
       float w = exp_or_zero(score[u] - reference);
       sum += w;
       if (!kPlain && input.dropout.threshold != 0) {

@@ -1,9 +1,10 @@
-// Attention with edge features, backward, from CSR on CUDA cores, with the policies of edge_attention.cu.
+// Attention with edge features, backward, from CSR on CUDA cores, for the scores of edge_attention.cu.
 //
-// With p = exp(s - lse_i), m the dropout factor, w = m p, dP = <dO_i, v_j> + <dO_edge_i, a_ij>, delta_i =
-// <dO_i, out_i> (out includes the terms of edge features) and dS = p (m dP - delta_i), per head:
-//   dot products: dq_i = scale sum_j dS k_j,  dq_edge_i = scale sum_j dS a_ij,  dk_j = scale sum_i dS q_i,
-//     dv_j = sum_i w dO_i,  da_ij = sum_h scale dS q_edge_i + w dO_edge_i
+// With p = exp(s - lse_i), m the dropout factor, w = m p, q_edge_i = W_h^T q_i, dO_edge_i = W_h^T dO_i, dP =
+// <dO_i, v_j> + <dO_edge_i, a_ij>, delta_i = <dO_i, out_i> (out includes the terms of edge features) and dS =
+// p (m dP - delta_i), per head:
+//   dot products: dq_edge_i = scale sum_j dS a_ij,  dq_i = scale sum_j dS k_j + W_h dq_edge_i,
+//     dk_j = scale sum_i dS q_i,  dv_j = sum_i w dO_i,  da_ij = sum_h scale dS q_edge_i + w dO_edge_i
 //   GATv2, z = x_i + x_j + W a_ij, dz = dS att leaky_relu'(z): dx_i = sum_j dz,  dx_j = sum_i dz + w dO_i,
 //     datt = sum_ij dS leaky_relu(z),  dW = sum_ij dz a_ij^T,  da_ij = W^T dz
 //   - The row pass gathers k_j and v_j (GATv2: x_j) and stores {w, dS} of every edge and head. For GATv2, it
@@ -11,8 +12,8 @@
 //   - The column pass computes two weighted sums of gathered rows, q_i and dO_i, without reductions over
 //     lanes. For GATv2 it gathers only dO_i, because the signs determine leaky_relu'.
 //   - For dot products, the transposed structure may be missing, because building it costs more than it saves
-//     if a structure is used once. Then this pass goes over the rows and adds to the columns' sums by float
-//     atomics: 8 E F bytes.
+//     if a structure is used once. Then another pass over the rows replaces the column pass, and adds to the
+//     columns' sums by float atomics: 8 E F bytes.
 //   - GATv2's dW is computed in one pass over the edges, without a gather.
 //
 // Floors, for E entries of width F: 4 E F sizeof(T) bytes gathered (GATv2: 2), 16 E H bytes of pairs written
@@ -220,7 +221,7 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
       if (!kPlain && input.dropout.threshold != 0) {
         weight[u] *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
       }
-      // This is an explicit fma, because the compiler contracts instances of this loop in two ways.
+      // The fma is explicit, for the same reason as in the forward pass.
       grad_score[u] = __fmaf_rn(weight[u], products[kCount + u], -(p * delta[0]));
       if (has[u] && lane.live && lane.sub == 0) {
         *pair_at(args.work, entries.position[u], input.heads, lane.head) =
@@ -431,7 +432,8 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
   constexpr int kInFlight = kKept ? 2 : kEdgesInFlight<T>;
   const EdgeAttentionInput& input = args.input;
   const EdgeLane lane(input, head_lanes, heads_per_group);
-  if (lane.group >= args.att_rows) return;  // whole warps: a block has up to 128 groups, a warp up to 32
+  // Only whole warps return: a warp has up to 32 groups, and att_rows is a multiple of 32.
+  if (lane.group >= args.att_rows) return;
   const std::int64_t width = input.heads * input.head_width;
   const float slope = static_cast<float>(input.scale);
   float att[kLaneFeatures], grad_att[kLaneFeatures] = {};

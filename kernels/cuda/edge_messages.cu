@@ -1,5 +1,5 @@
-// Sums of messages that depend on edge features, from CSR on CUDA cores: GINE and gated layers, one kernel
-// with a policy for the message (formulas in edge_messages.h).
+// Sums of messages that depend on edge features, from CSR on CUDA cores: GINE and gated layers. The message
+// is a template parameter of one kernel (formulas in edge_messages.h).
 //
 // Every feature of a message is computed independently, so tiles of the width are independent and nothing is
 // summed over lanes (edge_messages.cuh explains the lanes). Raw edge features are multiplied by W here, with
@@ -10,8 +10,8 @@
 //     the signs instead of x and the edges.
 //   - gates: 2 E F T gathered; with state, also E F T read and written.
 //
-// Gates also sum sigmoid'(z) v_ij. The gradient of k_i is that sum times the gradient of out_i, so the
-// backward pass needs no row pass. Slices of a row are added in slot order, without atomics.
+// kGate also sums sigmoid'(z) v_ij. The gradient of k_i is that sum times the gradient of out_i, so the
+// backward pass needs no row pass for it. Slices of a row are added in slot order, without atomics.
 
 #include "fastsparse/edge_messages.cuh"
 

@@ -4,11 +4,11 @@
 //   relu:  dz_ij = [z > 0] dO_i            gates: dz_ij = s (1 - s) v_ij dO_i, dv_ij = s dO_i
 //   with state: dz_ij = s (1 - s) (v_j dO_i + dside_i) + dstate_ij
 //   dq_j = sum_i dz_ij, dv_j = sum_i dv_ij, de_ij = dz_ij, dW = sum_ij dz_ij a_ij^T, dU = sum_ij dv_ij
-//   a_ij^T, da_ij = W^T dz_ij + U^T dv_ij; dk_i is a product of sums of the forward pass (or a sum of de over
-//   the row).
-//   - The column pass goes over the transpose. It gathers dO_i for relu, which reads signs (E F T + E F / 8
-//     bytes), dO_i and k_i for gates (2 E F T), and dO_i and dside_i in addition to rows of edges with state.
-//     It also writes de or da.
+//   a_ij^T, da_ij = W^T dz_ij + U^T dv_ij; dk_i is dO_i times a sum of the forward pass (with state: the sum
+//   of de over the row).
+//   - The column pass goes over the transpose, and also writes de or da. For relu, it gathers dO_i and reads
+//     signs (E F T + E F / 8 bytes, with T bytes per number). For gates without state, it gathers dO_i and
+//     k_i (2 E F T bytes). With state, it gathers dO_i and dside_i, and reads z and dstate of every edge.
 //   - The weight pass goes over the rows once more for dW and dU. For relu it reads only signs and raw
 //     features; for gates it gathers again. A group of lanes sums every `groups`-th slice in registers.
 //   - Two small kernels add the groups' sums, in float64, and the tiles of da.
@@ -44,9 +44,9 @@ __device__ __forceinline__ void add_to_features(Acc<T> (&part)[4 * kCount], cons
   }
 }
 
-// Sums each of kCount numbers over kLanes lanes. Lane i gets the i-th part of the sums. In each step, the
-// lanes exchange half of their numbers. For 8 lanes, that takes 7/8 kCount shuffles instead of 3 kCount for
-// sums in all lanes.
+// Sums each of kCount numbers over 8 lanes, in three steps: with kLanes = 8, 4 and 2. Lane i gets the i-th
+// eighth of the sums. In each step, the lanes exchange half of their numbers. That takes 7/8 kCount shuffles
+// instead of 3 kCount for sums in all lanes.
 template <int kLanes, typename A, int kCount>
 __device__ __forceinline__ void scatter_over_lanes(A (&v)[kCount]) {
   constexpr int kHalf = kCount * kLanes / 16;

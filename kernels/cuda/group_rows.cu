@@ -11,7 +11,7 @@ namespace group_rows_detail {
 
 constexpr int kThreads = 256;
 constexpr int kRows = kThreads / kHashes;  // rows per block, each hashed by 16 lanes
-constexpr int kAlone = 1024;               // rows of at least this many entries are hashed by the whole block
+constexpr int kAlone = 1024;  // most entries of a row that its 16 lanes hash; the block hashes the others
 
 // The hash function of a lane.
 struct LaneHash {

@@ -3,10 +3,11 @@
 //
 // One matrix product would compute every pair of heads, H times the work, and one product per head has too
 // few results to fill a GPU. Instead, rows are divided into parts, and a block of threads handles one part.
-// Lane x handles 16 bytes of a head's features and 8 of its edges' features, with 32 or 64 sums in registers.
-// Line y handles every (kThreads / columns)-th row, two at a time so that their loads overlap. Lines are
-// added one after the other, and the caller adds the parts, so the order depends on the sizes alone. Rows
-// without entries are left out: e and f are 0 there, but x and y may hold NaN.
+// The threads of a block are divided into lines of `columns` threads. Thread x of a line handles 16 bytes of
+// a head's features and 8 of its edges' features, with 32 or 64 sums in registers. Line y handles every
+// (kThreads / columns)-th row, two at a time so that their loads overlap. Lines are added one after the
+// other, and the caller adds the parts, so the order depends on the sizes alone. Rows without entries are
+// left out: e and f are 0 there, but x and y may hold NaN.
 //
 // Floor: 2 n H (D + A) sizeof(T) bytes: 0.39 ms for 542,080 rows of 16 heads, D = 16, A = 8, float32.
 

@@ -31,7 +31,7 @@ __device__ __forceinline__ HybridRowsCounts operator+(const HybridRowsCounts& a,
 // How a row is cut into items (HybridRows in formats/hybrid_rows.py).
 struct RowCut {
   std::int64_t begin;
-  int rest;
+  int rest;   // number of entries in the short item
   int whole;  // number of entries in long items
   int num_long;
   bool has_short;

@@ -2,7 +2,8 @@
 // in one launch. Some blocks pass over edges, the others over rows. The host reads the results once. Memory
 // traffic: indices are read once; 4 bytes per edge and 28 bytes per row are written.
 //
-// Few edges are sorted in the same launch, by counting, because a radix sort takes a dozen launches.
+// Few edges are sorted in the same launch, by counting the entries of every row and comparing the entries
+// within a row, because a radix sort takes a dozen launches.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -44,7 +45,7 @@ __device__ Word reduce_block(Word value, Combine combine) {
 }
 
 __device__ __forceinline__ void raise(std::int64_t* fact, Word value) {
-  // Facts start at zero, so most blocks do not need to set a flag.
+  // Facts start at zero, so a value of zero needs no atomic operation.
   if (value != 0) atomicMax(reinterpret_cast<Word*>(fact), value);
 }
 
@@ -106,8 +107,7 @@ __device__ void inspect_edges(const InspectArgs& args, std::int64_t block, std::
 
 template <typename Index>
 __device__ void inspect_rows(const InspectArgs& args, std::int64_t block) {
-  // The first and the last entry of this block's rows. The threads of the block search between them, in the
-  // cache.
+  // The range of the entries of this block's rows. The threads of the block search within it, in the cache.
   __shared__ std::int64_t ends[2];
   const auto* row = static_cast<const Index*>(args.row);
   const int warp = threadIdx.x / kWarp;
@@ -179,8 +179,8 @@ struct EdgeSort {
   const SortEdgesArgs& args;
   const InspectArgs& found;
   std::int32_t* count;               // (num_rows): number of entries of every row
-  std::int32_t* edge;                // (num_edges): edges of every row, in any order
-  std::int64_t first_row, last_row;  // rows of this block
+  std::int32_t* edge;                // (num_edges): edges, grouped by row, in any order within a row
+  std::int64_t first_row, last_row;  // rows of this block: first_row .. last_row - 1
 
   __device__ explicit EdgeSort(const SortEdgesArgs& given) : args(given), found(given.found) {
     count = args.scratch;
@@ -190,7 +190,7 @@ struct EdgeSort {
     last_row = std::min(first_row + rows, found.num_rows);
   }
 
-  // Calls `what(e, row)` for the edges of this block's share that have a valid row.
+  // Calls `what(e, row)` for those of this thread's edges that have a valid row.
   template <typename Index, typename What>
   __device__ void each_edge(What what) const {
     const auto* row = static_cast<const Index*>(found.row);

@@ -1,17 +1,17 @@
 // MaxK: exactly the k largest entries of every row, on CUDA cores. For 16-bit numbers up to 1024 columns, see
 // maxk_16_bits.cu.
 //
-// A team of 8, 16 or 32 lanes handles a row. The row is read once and stays in registers: of every 32, 64 or
-// 128 columns, every lane has 4 consecutive ones. So one scan over the lanes gives the position of every kept
-// entry.
+// A team of 8, 16 or 32 lanes handles a row. The row is read once and stays in registers: of every chunk of
+// 32, 64 or 128 columns, every lane has 4 consecutive ones. Up to four chunks are a panel, and one scan over
+// the lanes gives the position of every kept entry of a panel.
 //
 // To find the threshold, each step counts the entries that are not below a pivot. The search ends when this
 // number is k. Because all comparisons are "not below", NaN counts as the largest number.
 //   - The first pivot is a smoothed threshold of the team's earlier rows, because rows of a layer have
-//     similar thresholds. The next pivots are interpolated between counts, those after six steps are the
-//     middle of the interval. For 256 normally distributed entries and k = 32 this takes 4.2 steps on
-//     average, 12 if the scale of a row differs much from the others', and somewhat more until all teams of a
-//     warp are done.
+//     similar thresholds. The next pivots are interpolated between the counts at the ends of the interval.
+//     After six steps, the pivot is the middle of the interval. For 256 normally distributed entries and k =
+//     32 this takes 4.2 steps on average, 12 if the scale of a row differs much from the others', and
+//     somewhat more until all teams of a warp are done.
 //   - After 12 steps, bisection over the bits of the pivot finds the k-th entry in at most as many steps as
 //     the type has bits. The bits are read as an integer that orders as the values do. Of the entries that
 //     equal the k-th one, those in the lowest columns are kept.
@@ -38,8 +38,8 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kVec = 4;              // number of consecutive columns of a lane
 constexpr int kMostChunks = 4;       // chunks per panel: the counts of these chunks share a register
 constexpr int kInterpolations = 12;  // number of steps before bisection over the bits
-constexpr int kHalvings =
-    6;  // first steps, whose pivots are interpolated; later pivots are the middle of the interval
+constexpr int kHalvings = 6;  // first step from which on the pivot is the middle of the interval instead of
+                              // interpolated
 
 // Lanes that share a row: a warp, or an aligned part of it. All teams of a warp run the same number of steps.
 template <int kLanes>
@@ -169,8 +169,7 @@ __device__ __forceinline__ void add_unless_below(double x, double pivot, unsigne
   found += x < pivot ? 0 : one;
 }
 
-// For each chunk, the number of a lane's entries that a search counts, one byte per chunk. A panel has up to
-// four chunks.
+// Numbers of a lane's entries that a search counts: one word per panel, with one byte per chunk.
 template <int kPanels>
 struct Counts {
   unsigned packed[kPanels > 0 ? kPanels : 1];  // not used for rows that are not in registers
@@ -259,8 +258,8 @@ struct Threshold {
   Counts<R::kHeld> counts;  // counts of entries that are not below the value
 };
 
-// Searches the threshold of a row. A team that has found its threshold keeps it while the warp's other teams
-// continue.
+// Searches for the threshold of a row. A team that has found its threshold keeps it while the warp's other
+// teams continue.
 template <typename T, int kChunks, typename R>
 __device__ __forceinline__ Threshold<R> find_threshold(const R& row, int width, int k, Guess<Acc<T>>& guess) {
   using A = Acc<T>;
@@ -273,7 +272,9 @@ __device__ __forceinline__ Threshold<R> find_threshold(const R& row, int width, 
   // At least k entries are >= `low` and fewer than k are >= `high`, where NaN counts as largest. (With NaN
   // entries, the second part does not hold while `high` is infinite.)
   A low = -INFINITY, high = INFINITY;
-  A excess = 0, lack = 0;  // entries >= `low`, less k; k, less entries >= `high`; 0: not counted yet
+  // excess: number of entries >= `low`, minus k. lack: k, minus the number of entries >= `high`. 0: not
+  // counted yet.
+  A excess = 0, lack = 0;
   A pivot = widen(narrow<T>(guess.threshold)), gap = guess.gap;
   bool exact = false;
   Counts<R::kHeld> counts;
@@ -626,8 +627,8 @@ __device__ __forceinline__ void write_dense(const R& row, const Threshold<R>& th
   }
 }
 
-// Number of blocks per multiprocessor for which there are enough registers, if a lane has this number of a
-// row's values.
+// Number of blocks per multiprocessor for which there are enough registers, if a lane holds `values` values
+// of a row.
 constexpr int blocks_per_sm(int values) { return values <= 16 ? 8 : 6; }
 
 template <typename T, typename Id, int kLanes, int kPanels, bool kAligned>
@@ -703,7 +704,7 @@ void launch_held(const MaxkArgs& args, cudaStream_t stream) {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   const unsigned resident = static_cast<unsigned>(num_sms) *
-                            blocks_per_sm(kMostChunks * kVec * kPanels);  // each takes several rows
+                            blocks_per_sm(kMostChunks * kVec * kPanels);  // a team handles several rows
   const bool dense = args.out != nullptr;
   const std::size_t shared = dense ? 0 : kTeams * static_cast<std::size_t>(args.k) * sizeof(Staged);
   const unsigned grid = std::min(ceil_div(args.num_rows, kTeams), resident);

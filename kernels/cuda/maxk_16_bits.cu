@@ -1,13 +1,13 @@
 // MaxK of 16-bit numbers, up to 1024 columns: exactly the k largest entries of every row, found bit by bit.
 //
-// A team of 4, 8 or 16 lanes handles a row. Every four lanes q have 128 columns, each lane four pieces i of
-// 16 bytes:
+// A team of 4, 8 or 16 lanes handles a row. Every four lanes have 128 columns. Lane 4 h + q (q = 0 .. 3) has
+// four pieces (i = 0 .. 3) of 8 columns, or 16 bytes:
 //
-//     columns 128 h + 32 i + 8 q, ..., + 7   of lane 4 h + q
+//     columns 128 h + 32 i + 8 q, ..., + 7
 //
-// If kWords = 2, every lane has the same number of columns again, after the columns of all lanes. A load
-// reads 64 consecutive bytes. Entries become integers that have the same order (-0 becomes +0, and NaN the
-// largest integer), and 32 entries become 16 words, one for each bit (bit_matrix.cuh).
+// If kWords = 2, every lane has the same number of columns again, after the columns of all lanes. Four lanes
+// load 64 consecutive bytes at once. Entries become integers that have the same order (-0 becomes +0, and NaN
+// the largest integer), and the 32 entries of a lane become 16 words, one for each bit (bit_matrix.cuh).
 //
 // The bits are examined from the highest to the lowest. In each step, the candidates that have the bit set
 // are counted. If there are enough, only these remain candidates. Otherwise they are kept, and the candidates
@@ -19,9 +19,10 @@
 // entry. Then no pivot separates exactly k entries, equal entries must be ranked, and the team's next search
 // has no first guess.
 //
-// Four lanes transpose bytes to get the kept columns as words of bits: word w of a row, 32 columns, is in
-// lane w. Dense rows are read again, from the L1 cache, and written with 0 for entries that are not kept. The
-// values of sparse rows are read in the same way, at ids that went through shared memory.
+// Four lanes transpose bytes to get the kept columns as words of bits: lane l has word l, that is, columns
+// 32 l .. 32 l + 31 (if kWords = 2, also word l + number of lanes). For a dense result, the row is read
+// again, from the L1 cache, and written with 0 for entries that are not kept. For values and ids, only the
+// kept entries are read again, at ids that went through shared memory.
 //
 // The floor is the memory traffic: num_rows * (width * 2 + k * (2 + id)) bytes, or for dense rows num_rows *
 // (width * 4 + width / 8). Instructions per warp for eight rows of 256 with dense results, counted in the
@@ -39,7 +40,7 @@ namespace maxk_16_bits_detail {
 
 constexpr int kThreads = 128;
 constexpr int kBlocks = 8;  // blocks per SM
-constexpr int kPieces = 4;  // pieces of a lane per word
+constexpr int kPieces = 4;  // pieces of a lane whose columns share the words of bits
 constexpr int kPiece = 8;   // columns per piece, 16 bytes
 constexpr int kApart = 32;  // columns from one piece of a lane to the next
 constexpr int kRegisters = kPieces * kPiece / 2;
@@ -57,8 +58,8 @@ __device__ __forceinline__ unsigned plus_zero(unsigned pair) {
   return pair;
 }
 
-// Reads this lane's columns of a word. `from` is the address of the lane's first column, and `left` the
-// number of columns from there to the row's end. Columns beyond the end are 0.
+// Reads the columns of kPieces pieces, as pairs. `from` is the address of the lane's first column, and `left`
+// the number of columns from there to the row's end. Columns beyond the end are 0.
 template <bool kAligned>
 __device__ __forceinline__ void load_columns(const Bits* from, int left, unsigned (&pairs)[kRegisters]) {
 #pragma unroll
@@ -78,7 +79,7 @@ __device__ __forceinline__ void load_columns(const Bits* from, int left, unsigne
   }
 }
 
-// Writes this lane's columns, with 0 for columns whose bits are not set.
+// Writes the columns of kPieces pieces, with 0 for columns whose bits are not set in `kept`.
 template <bool kAligned>
 __device__ __forceinline__ void store_kept(unsigned (&pairs)[kRegisters], unsigned kept, int left, Bits* to) {
   const unsigned halves = evens_first(kept);

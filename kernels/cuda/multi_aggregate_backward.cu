@@ -1,9 +1,9 @@
 // Several aggregations at once, backward, from CSR on CUDA cores. Lanes are assigned as in
 // multi_aggregate.cu.
 //
-// A message's gradient is dm_ij = A_i + B_i (m_ij - mean_i) + [m_ij = max_i] C_i + [m_ij = min_i] D_i, with A
-// of sum and mean, B = 2 (d var + d std / (2 std)) / n, and C, D the gradients of maximum and minimum divided
-// by the number of entries that have them.
+// A message's gradient is dm_ij = A_i + B_i (m_ij - mean_i) + [m_ij = max_i] C_i + [m_ij = min_i] D_i. In a
+// row of n entries, A = d sum + d mean / n, B = 2 (d var + d std / (2 std)) / n, and C, D are the gradients
+// of maximum and minimum divided by the number of entries that have them.
 //   - The row pass gathers x_j once. It writes A' = A - B (mean - x_i), B, C and D of its row, and marks with
 //     a bit per feature which entries have the maximum and which the minimum. If edges have features and W,
 //     it multiplies dm by W for the features' gradient, and dm by the features for W's gradient, which each
@@ -137,7 +137,7 @@ __device__ __forceinline__ void differentiate_features(const MultiAggregateBackw
       }
       const A number = scatter_sum(part, kWarp);
       const int mine = lane / kQuad;
-      if (mine < wanted) {  // if wanted < kCount, the other lanes have copies
+      if (mine < wanted) {  // lanes from kCount * kQuad on have copies of the numbers
         std::uint32_t position = entries.position[0];
 #pragma unroll
         for (int u = 1; u < kCount; ++u) position = mine == u ? entries.position[u] : position;

@@ -14,8 +14,9 @@ namespace row_split_detail {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kLengths =
-    16;  // kinds of last slices: a slice of kind k has 2^(k-1) to 2^k - 1 entries, a slice of kind 0 has none
+// Number of kinds of last slices: a slice of kind k has 2^(k-1) to 2^k - 1 entries, a slice of kind 0 has
+// none. The highest kind also has all longer slices.
+constexpr int kLengths = 16;
 // Counters of a block of rows: last slices by kind, then kFull, kSplitRows and kSlots. The scratch has the
 // counts of all blocks, counter by counter, and then the positions where the slices of each kind start.
 constexpr int kFull = kLengths, kSplitRows = kLengths + 1, kSlots = kLengths + 2, kCounters = kLengths + 3;
@@ -113,8 +114,7 @@ __global__ void count_kernel(const RowSplitArgs args) {
 
 // Finds the row pointers of sorted keys, then counts slices.
 __global__ void find_and_count_kernel(const RowSplitArgs args, const SortedKeys keys) {
-  // The first and the last entry of this block's rows. The threads of the block search between them, in the
-  // cache.
+  // The range of the entries of this block's rows. The threads of the block search within it, in the cache.
   __shared__ std::int64_t ends[2];
   __shared__ std::int64_t begins[kThreads + 1];
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kThreads;
@@ -193,8 +193,8 @@ __global__ void place_kernel(const RowSplitArgs args, std::int64_t blocks, std::
   host_facts[kEntriesInRange] = entries;
 }
 
-// Writes the slices. If `capacity` is not 0, the slices from the last one up to this number are marked as
-// unused.
+// Writes the slices. If `capacity` is not 0, the list has memory for this number of slices, and those after
+// the last one are marked as unused.
 __global__ void fill_kernel(const RowSplitArgs args, std::int64_t capacity) {
   __shared__ int kinds[kLengths];
   const std::int64_t r = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;

@@ -2,8 +2,8 @@
 // if a row has a slot for each neighbour). One call enqueues all steps of a batch, and nothing waits for the
 // device.
 //
-// Uniformly without replacement, a power of two of lanes, up to 32, handles a row: each lane draws one number
-// by Floyd's method, shuffles resolve duplicates, and each lane fetches its entry. By weight without
+// Uniformly without replacement, 4, 8, 16 or 32 lanes handle a row: each lane draws one number at a time by
+// Floyd's method, shuffles resolve duplicates, and each lane fetches its entry. By weight without
 // replacement, a warp handles a row and selects the smallest keys by counting digits in shared memory. In all
 // other cases, every slot has a thread.
 //
@@ -112,9 +112,9 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---------------------------------------------------------------- sample
 
-// Chooses uniformly without replacement; `kLanes` lanes handle a row. Floyd's method (Bentley and Floyd, "A
-// sample of brilliance", 1987): the j-th of k lanes draws a number up to last = n - k + j. If an earlier lane
-// has that number, it chooses `last` instead.
+// Chooses `fanout` entries of a row uniformly without replacement; kLanes lanes handle a row. Floyd's method
+// (Bentley and Floyd, "A sample of brilliance", 1987): the j-th of k numbers is drawn from 0 to last = n - k
+// + j. If an earlier number is the same, `last` is chosen instead.
 template <int kLanes>
 __global__ void __launch_bounds__(kThreads)
     sample_rows_kernel(const __grid_constant__ SampleStep step, const NodeTable table, std::uint64_t seed) {
@@ -226,7 +226,8 @@ __global__ void __launch_bounds__(kThreads)
 
     std::uint32_t found = 0,
                   known = 0;  // the digits of the k-th smallest key found so far, and a mask of their bits
-    int left = fanout;  // number of entries to choose among those whose key begins with the digits in `known`
+    // Number of entries to choose among those whose key begins with the digits found so far.
+    int left = fanout;
     if (drawable > fanout) {
       for (int shift = 24; shift >= 0; shift -= 8) {
         for (int digit = lane; digit < kDigits; digit += kWarp) count[digit] = 0;
@@ -237,8 +238,8 @@ __global__ void __launch_bounds__(kThreads)
           if ((word & known) == found) atomicAdd(&count[word >> shift & (kDigits - 1)], 1);
         }
         __syncwarp();
-        // Every lane has eight consecutive digits. The next digit belongs to the lane whose counts reach
-        // `left`.
+        // Every lane has eight consecutive digits. The next digit belongs to the first lane whose counts,
+        // added to those of the lanes before it, reach `left`.
         constexpr int kOfLane = kDigits / kWarp;
         int own = 0;
 #pragma unroll

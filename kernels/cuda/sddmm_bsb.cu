@@ -171,8 +171,8 @@ __device__ __forceinline__ void store_result(const SddmmBsbArgs& args, std::int6
   }
 }
 
-// Queue of a warp's results, at most kSlots per row, that are sorted from fragments into the caller's edge
-// order.
+// Queue of a warp's results, at most kSlots per row. It gets them from fragments, keeps the results of every
+// row in CSR order, and writes them at the edges' positions.
 template <typename T>
 class Queue {
  public:
@@ -276,7 +276,8 @@ __device__ __forceinline__ void scale(const SddmmBsbArgs& args, float (&result)[
 
 // kLanes: lanes per gathered row. kSteps: number of steps of kLanes * 16 bytes that hold a head; 0: any
 // number, with X_dst read again for every block. kPlain: the head fills all steps, there are no scales, and
-// results are written at the edges' positions.
+// results are written at the edges' positions. kMin: blocks per multiprocessor for which registers must
+// suffice.
 template <typename T, int kTerms, int kLanes, int kSteps, bool kPlain, int kMin>
 __global__ void __launch_bounds__(kThreads, kMin)
     sddmm_bsb_kernel(const __grid_constant__ SddmmBsbArgs args) {

@@ -3,8 +3,8 @@
 // they are short), 2 E H D flops.
 //
 // Entry by entry, if features start at multiples of 16 bytes: 4 to 32 lanes handle 4 or 8 consecutive entries
-// of any rows. They have the features of all their sources in flight at once, 16 bytes per lane. Nothing is
-// looked up before the entries, no lanes are idle on short rows, and results are written coalesced. Sums over
+// of any rows. They have the features of all their sources in flight at once, 16 bytes per lane. No slice is
+// read before the entries, no lanes are idle on short rows, and results are written coalesced. Sums over
 // lanes are transposed: in each step, each half of the lanes continues with half of the sums, so 8 sums over
 // 8 lanes take 7 shuffles instead of 24.
 //   - If rows have at least as many entries as a warp handles, a warp's entries often share a row, whose

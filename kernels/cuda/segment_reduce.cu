@@ -21,8 +21,9 @@ namespace segment_reduce_detail {
 
 constexpr int kThreads = 128;
 constexpr int kEntriesInFlight = 4;
-constexpr int kEntriesPerSum =
-    32;  // then the sum is added to a total, so rounding errors grow with 32 entries, not with the slice
+// Number of a lane's entries after which its sum is added to a total, so that rounding errors grow much less
+// with the length of a slice.
+constexpr int kEntriesPerSum = 32;
 constexpr int kMinGroup = 8;
 constexpr int kCombineWarps = 16;
 constexpr unsigned kMostUnseenRows = 1024;  // blocks for cut segments if the host does not know their number
@@ -32,7 +33,8 @@ __device__ __forceinline__ V from_lane(V v, int distance) {
   return __shfl_xor_sync(kFullWarp, v, distance);
 }
 
-// State of one feature after some entries. `add` gets a value and the entry that it belongs to.
+// States of one feature after some entries. `add` gets a value and the entry that it belongs to. `settle` is
+// called after every kEntriesPerSum entries of a lane, and before states are merged.
 template <typename A>
 struct SumState {
   A sum = 0, total = 0;

@@ -23,8 +23,9 @@ namespace spmm_csr_detail {
 
 constexpr int kThreads = 128;
 constexpr int kEntriesInFlight = 4;
-constexpr int kEntriesPerSum =
-    32;  // then the sum is added to a total, so rounding errors grow with 32 entries, not with the slice
+// Number of entries after which a sum is added to a total, so that rounding errors grow much less with the
+// length of a slice.
+constexpr int kEntriesPerSum = 32;
 
 enum class Weight { kNone, kScalar, kPerHead };
 

@@ -2,8 +2,8 @@
 //   - Of sources: a pass over the transpose. A group of lanes handles one slice, with 4 neighbouring features
 //     (or one) per lane, and adds the gradients of the destinations whose chosen edge is the entry. Only
 //     these gradients are read. Partial results of split rows are added in slot order.
-//   - Of values: a group handles one entry and adds its products over each head's features, in a fixed tree.
-//     Every value is written once.
+//   - Of values: a group handles one entry. For each head, it sums the gradient times x over the features
+//     whose chosen edge is the entry, in a fixed tree. Every value is written once.
 //
 // Neither pass has atomics. Floor, for E entries of width F: each pass gathers 4 E F bytes of chosen
 // positions.

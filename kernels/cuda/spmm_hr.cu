@@ -1,6 +1,7 @@
-// SpMM from CSR on tensor cores and CUDA cores, after HR-SpMM (section 4). A warp sums a multiple of 64
-// entries of a row, at most 256, by matricised dot products (tca_tile.cuh). Sub-warps with one lane per 16
-// bytes of features sum the rest of a row, fewer than 64 entries, in float32.
+// SpMM from CSR on tensor cores and CUDA cores, after HR-SpMM (section 4). A warp sums a long item, which is
+// a multiple of 64 entries of a row, at most 256, by matricised dot products (tca_tile.cuh). Sub-warps with
+// one lane per 16 bytes of features sum a short item, which is the rest of a row, fewer than 64 entries, in
+// float32. hybrid_rows.cu makes the list of items.
 //
 // Floors are the same as in spmm_tca.cu. Long items fill whole products and short items need no padding, so
 // no row length leaves lanes idle. Rows with several items store partial sums, which a second kernel adds in

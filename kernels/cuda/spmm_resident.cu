@@ -5,12 +5,13 @@
 // multiprocessor.
 //
 // Features are cut into tiles (the slow grid dimension), and rows into groups of about equal work, one block
-// per group. The warps of a block divide its entries evenly, regardless of rows. If several warps share a
-// row, the first of them stores it: after a barrier, it adds the partial sums of the other warps in order. So
-// there are no atomics, and every run gives the same bits. policy.spmm_resident decides if a tile fits.
+// per group. The warps of a block divide its work evenly, so they may begin within a row. If several warps
+// share a row, the first of them stores it: after a barrier, it adds the partial sums of the other warps in
+// order. So there are no atomics, and every run gives the same bits. policy.spmm_resident decides if a tile
+// fits.
 //
 // On small matrices, the setup takes longer than the products. So 64-bit divisions are done on the host, and
-// entries are read ahead into shared memory, 128 at a time.
+// every warp reads entries ahead into shared memory, 128 at a time.
 
 #include <cuda_pipeline.h>
 
@@ -27,16 +28,14 @@ namespace spmm_resident_detail {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kPieces = 16;  // number of 16-byte pieces of a row of the tile
-// Number of entries that one call of `add` adds, and number of entries that are gathered before the first is
-// summed.
-constexpr int kBatch = 32;
-constexpr int kHalf = 16;
+constexpr int kBatch = 32;   // most entries that one call of `add` adds
+constexpr int kHalf = 16;    // number of entries whose pieces are gathered before the first is summed
 constexpr int kStage = 128;  // number of entries per warp in shared memory
-// Cost of the end of a row, and cost of loading a row of the tile, both in entries.
-constexpr int kRowCost = 16;
-constexpr int kSourceCost = 4;
+// Costs, in units of the time that an entry takes:
+constexpr int kRowCost = 16;    // the end of a row
+constexpr int kSourceCost = 4;  // loading a row of the tile
 
-// An entry in shared memory: the position of its source's piece 0 in the tile, and its weight.
+// An entry in shared memory: the index of its source's piece 0 in the tile, in pieces, and its weight.
 struct alignas(8) Entry {
   int row;
   float weight;
@@ -51,9 +50,10 @@ struct CudaCores {
   static constexpr int kVec = 16 / sizeof(T);
   static constexpr int kWidth = kVec * kPieces;
   static constexpr int kResult = kVec / 2;  // number of features that `finish` leaves in a lane
-  // After this number of batches, sums are added to totals of up to 32 sums, and these totals to another
-  // total. So rounding errors grow with 32 terms, not with the length of the row. A row may repeat a source
-  // 100,000 times; then all errors have the same sign.
+  // `sums` has the terms of up to 2 batches, which are 32 terms per lane. `totals` has up to 32 such sums,
+  // and `total` the sum of these. So rounding errors grow much more slowly with the length of a row than
+  // those of a single sum. This matters if a row repeats a source, for instance 100,000 times, because all
+  // errors then have the same sign.
   static constexpr int kBatchesPerSum = 2;
   static constexpr int kBatchesPerTotal = 32 * kBatchesPerSum;
 
@@ -414,7 +414,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       from += together;
     }
     sum.finish(result);
-    // In operand B of the tensor cores, zero times an infinity of another piece gives NaN.
+    // The tensor cores also multiply other pieces by zero, which gives NaN if they are infinite. So sums that
+    // are not finite are computed again on CUDA cores.
     if constexpr (Sum::kTensorCores) {
       bool finite = true;
 #pragma unroll

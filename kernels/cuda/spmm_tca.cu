@@ -1,11 +1,11 @@
 // SpMM on tensor cores directly from CSR, after TCA-SpMM (section 4). It reads only row pointers and columns,
 // builds no other format and has one launch. tca_tile.cuh computes the product.
 //
-// Floors per call, for E entries of width F: 2 E F bytes gathered and 4 E F ceil(F / tile) / F bytes of
-// columns. The tensor cores compute 16 E F flops, and an eighth of these are useful. That is a few per cent
-// of what they can compute during the gather. So loads decide the time: runs of 128 bytes (F >= 64), eight in
-// flight per lane. Tiles of features are the slow grid dimension, because a tile of x is more likely to stay
-// in the caches than all of x.
+// Floors per call, for E entries of width F: 2 E F bytes gathered and 4 E ceil(F / tile) bytes of columns,
+// for tiles of `tile` features. The tensor cores compute 16 E F flops, and an eighth of these are useful.
+// That is a few per cent of what they can compute during the gather. So loads decide the time: runs of 128
+// bytes (F >= 64), eight in flight per lane. Tiles of features are the slow grid dimension, because a tile of
+// x is more likely to stay in the caches than all of x.
 //
 // A block has several slots (tca_tile.cuh). If there are few rows, `parts` slots share a row. Rows that are
 // much longer than the mean are shared by all slots of their block, one row after another. The sums of slots
@@ -25,9 +25,11 @@ namespace fastsparse::cuda {
 namespace spmm_tca_detail {
 
 constexpr int kThreads = 128;
-constexpr int kLongRow = 512;               // entries per slot above which a whole block handles the row
-constexpr int kResidentWarps = 132 * 16;    // about the number of warps that an H200 runs at once
-constexpr std::int64_t kPackedEntries = 8;  // up to this mean row length, rows are packed instead of split
+constexpr int kLongRow = 512;             // entries per slot above which a whole block handles the row
+constexpr int kResidentWarps = 132 * 16;  // about the number of warps that an H200 runs at once
+// Up to this mean number of entries per row, slots have as few lanes as possible, so that a warp may handle
+// several rows.
+constexpr std::int64_t kPackedEntries = 8;
 
 template <typename T, int kLanePieces, int kRowPieces, int kChunks>
 __global__ void __launch_bounds__(kThreads, 4) spmm_tca_kernel(const SpmmArgs args, int parts) {

@@ -1,24 +1,26 @@
-// Sparse rows times a sparse structure (SSD; "Decoupled SSD", sections III and IV). A warp handles an edge
-// group: it adds the kept entries of the group's sources to a dense row in shared memory, and then updates
-// the output with all lanes. The update is a plain store or, if other groups share the row, a partial result
-// (the paper's update_mode).
+// A sparse structure times sparse rows (SSD; "Decoupled SSD", sections III and IV). Every source has k kept
+// entries: values and their ids, which are their features. Every row of the structure is cut into edge groups
+// of consecutive edges. A warp handles an edge group: it adds the kept entries of the group's sources to a
+// dense row in shared memory, and then updates the output with all lanes. The update is a plain store or, if
+// other groups share the row, a partial result (the paper's update_mode). Groups of few edges share a warp.
 //
-// The paper needs slots because a float sum in shared memory is a load, an addition and a store, and two of
-// them must not overlap. Integers need no slots: shared memory adds them natively, with the same bits in any
-// order. So sums are fixed-point. Their unit is 2^-kTermBits times a power of two that bounds all terms so
-// far. If a larger term comes, the power is raised and the row is shifted, as for the maximum of an online
+// The paper needs slots (one buffer per lane group) because a float sum in shared memory is a load, an
+// addition and a store, and two of them must not overlap. Integers need no slots: shared memory adds them
+// natively, with the same bits in any order. So sums are fixed-point. A term is a kept value times the
+// weight of its edge. The unit of the sums is 2^-kTermBits times a power of two that bounds all terms so far.
+// If a larger term comes, the power is raised and the row is shifted, as for the maximum of an online
 // softmax. This is rare, because the bound of the first terms usually also bounds the others. Nothing is read
 // twice.
 //
-// If a source has many neighbours, its entries are packed first: four entries in 16 bytes, as fixed-point
-// numbers with a power of two of their own. Then a source is one run of 4 k bytes in every dtype instead of
+// If sources have many edges, a first kernel packs the kept entries: four entries in 16 bytes, as fixed-point
+// numbers with one power of two for the four. Then a source is one run of 4 k bytes in every dtype instead of
 // two runs in two arrays, and an entry takes fewer instructions.
 //
-// Bounds per call, for E edges of k kept entries: E k (sizeof(T) + sizeof(Id)) bytes gathered (4 E k if
-// packed). 32 additions at random addresses of shared memory have on average a 3.5-way bank conflict.
+// Bounds per call, for E edges: E k (sizeof(T) + sizeof(Id)) bytes gathered (4 E k if packed). 32 additions
+// at random addresses of shared memory have on average a 3.5-way bank conflict.
 //
-// Groups with infinities, NaN or only tiny numbers are summed as floats, one entry at a time. The same holds
-// for float64, and for rows that are too wide.
+// Groups with infinities, NaN or only tiny terms are summed in floating point, one edge at a time. The same
+// holds for float64, and for rows of more than kSharedFeatures features.
 #include <cstddef>
 #include <type_traits>
 
@@ -33,18 +35,20 @@ namespace ssd_detail {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kTermBits = 24;  // as in a float; the sum of kPieceEntries terms stays below 2^31
-constexpr int kPieceEntries =
-    128;  // entries of a group that are summed in fixed point; the sums are then added as floats
-constexpr int kMinExponent =
-    -100;  // smaller terms are summed as floats: the unit would not be a normal float
+// Maximum number of edges that are summed in fixed point. Longer groups are cut into pieces of this length,
+// whose sums are added as floats.
+constexpr int kPieceEntries = 128;
+// Groups whose terms are all smaller than 2^kMinExponent are summed as floats, because the unit of a
+// fixed-point sum might not be a normal float.
+constexpr int kMinExponent = -100;
 constexpr unsigned kInfinity = 0x7f800000u;
 constexpr int kSharedFeatures = 1024;  // widest rows that are summed in shared memory at once
-constexpr int kPlainFeatures = 1024;   // features per float sum: a warp's buffer holds this many
-constexpr int kShortGroups = 4;  // groups of at most kShortGroupEntries entries that a warp handles together
-constexpr int kShortAhead = 4;   // entries of these groups in flight at once
+constexpr int kPlainFeatures = 1024;   // number of features in a warp's buffer of ssd_plain_kernel
+constexpr int kShortGroups = 4;  // groups of at most kShortGroupEntries edges that a warp handles together
+constexpr int kShortAhead = 4;   // number of edges of these groups whose kept entries are loaded at once
 static_assert(kShortGroups * kShortGroupEntries <= kWarp);
-// If rows have on average at least this number of entries, most groups are full. Then it is worth having four
-// packed quads in flight, although the last chunk of a group is partial.
+// If rows have on average at least this number of edges, most groups are full. Then it is worth loading four
+// packed quads per lane at once instead of two, although a group's last such load is only partly used.
 constexpr std::int64_t kManyPerRow = 256;
 constexpr int kTeams = 4;  // number of groups of medium size that share a warp; each has a quarter of it
 
@@ -54,8 +58,8 @@ __device__ __forceinline__ unsigned exponent_bits(int power) {
 }
 __device__ __forceinline__ float exp2_of(int power) { return __uint_as_float(exponent_bits(power)); }
 
-// The lanes that handle one group: a warp, or one of its kTeams equal parts. All parts run the same number of
-// steps.
+// The lanes that handle one group: a warp, or one of its kTeams equal parts. All teams of a warp run the same
+// number of loop iterations.
 template <int kTeams>
 struct Team {
   static constexpr int kLanes = kWarp / kTeams;
@@ -85,7 +89,8 @@ struct Team {
   }
 };
 
-// Four entries of a row. They stay packed in words, because unpacking would wait for the load.
+// Four kept entries of a source. They stay in the words that were loaded, because unpacking them would wait
+// for the load.
 template <typename T, typename Id>
 struct Quad {
   unsigned values[sizeof(T)];
@@ -111,7 +116,7 @@ struct Quad {
   }
 };
 
-// Loads four numbers from `address` on as words; zeros beyond the first `inside` numbers.
+// Loads four consecutive numbers as words. Without kVector, numbers beyond the first `inside` become 0.
 template <bool kVector, typename N>
 __device__ __forceinline__ void load_words(const std::byte* address, int inside,
                                            unsigned (&word)[sizeof(N)]) {
@@ -126,7 +131,7 @@ __device__ __forceinline__ void load_words(const std::byte* address, int inside,
   }
 }
 
-// The part of every row that a lane handles: four entries from 4 * quad on.
+// Loads a lane's quad of any source: the kept entries 4 * quad .. 4 * quad + 3.
 template <typename T, typename Id, bool kVector>
 struct QuadOfRows {
   using Entries = Quad<T, Id>;
@@ -134,7 +139,7 @@ struct QuadOfRows {
   const std::byte* values;
   const std::byte* ids;
   unsigned k;
-  int inside;  // number of entries before the row's end
+  int inside;  // number of kept entries from the quad's first one on
 
   __device__ __forceinline__ QuadOfRows(const SsdArgs& args, int quad)
       : values(static_cast<const std::byte*>(args.values) + quad * (4 * sizeof(T))),
@@ -156,9 +161,10 @@ struct QuadOfRows {
   }
 };
 
-// Four packed entries. A word has, from its highest bit, a signed number below one (22 bits), an id (8 bits),
-// and 2 bits of an exponent. The four words have the biased exponent of the largest of the four entries,
-// lowest bits first.
+// Four packed entries. A word has, from its highest bit, a signed fixed-point number of magnitude at most one
+// (22 bits), an id (8 bits, so that masking gives 4 * id, the byte offset of its sum), and 2 bits of an
+// exponent. The four words together have the 8 bits of the largest entry's biased exponent, lowest bits
+// first. An entry is its number times 2 * power().
 struct PackedQuad {
   static constexpr unsigned kNumber = 0xfffffc00u, kOffset = 0x3fcu;
   unsigned word[4];
@@ -171,7 +177,7 @@ struct PackedQuad {
   }
 };
 
-// The part of every packed row that a lane handles.
+// Loads a lane's quad of any source from the packed entries.
 struct QuadOfPackedRows {
   using Entries = PackedQuad;
   static constexpr bool kPacked = true;
@@ -216,8 +222,8 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const SsdArgs args, std:
   static_cast<uint4*>(args.packed)[at] = uint4{quad.word[0], quad.word[1], quad.word[2], quad.word[3]};
 }
 
-// Stands for the dtype in kernels that read the dtype from the arguments. These kernels read packed entries,
-// and read features only when they store sums or sum as floats.
+// Stands for the dtype in kernels that read the dtype from the arguments. These kernels read packed entries.
+// They need the dtype only for the bias, the result, and the values that they sum as floats.
 struct AnyDtype {};
 
 __device__ __forceinline__ float number_at(const void* numbers, Dtype dtype, std::int64_t index) {
@@ -248,8 +254,8 @@ __device__ __forceinline__ Acc<T> weight_of(const SsdArgs& args, std::int64_t en
   return weight;
 }
 
-// Adds the entries of a group to `buffer`, for features [feature0, feature0 + features). It adds one source
-// at a time: the ids of a source differ, so no two lanes add to the same address.
+// Adds the terms of a group to `buffer` in floating point, for features [feature0, feature0 + features). It
+// adds one source at a time: the ids of a source differ, so no two lanes add to the same address.
 template <typename T, typename Id, typename OfTeam = Team<1>>
 __device__ void sum_plainly(const SsdArgs& args, const RowSlice& slice, std::int64_t feature0, int features,
                             Acc<T>* buffer) {
@@ -268,7 +274,7 @@ __device__ void sum_plainly(const SsdArgs& args, const RowSlice& slice, std::int
   }
 }
 
-// Stores sums of kVec features from `feature` on.
+// Stores sums of kVec features from `feature` on: in `partial` if other groups share the row, else in `out`.
 template <typename T, int kVec>
 __device__ __forceinline__ void store_sums(const SsdArgs& args, const RowSlice& slice, std::int64_t feature,
                                            const Acc<T> (&sum)[kVec]) {
@@ -306,7 +312,8 @@ __device__ __forceinline__ void store_sums(const SsdArgs& args, const RowSlice& 
   }
 }
 
-// Stores the row in `buffer`. Its sums are fixed-point numbers with this unit, or floats if `unit` is 0.
+// Stores the sums of a row, which are in `buffer`. They are fixed-point numbers in multiples of `unit`, or
+// floats if `unit` is 0.
 template <typename OfTeam, int kVec, typename T>
 __device__ __forceinline__ void store_vectors(const SsdArgs& args, const RowSlice& slice, const int* buffer,
                                               float unit) {
@@ -341,15 +348,16 @@ __device__ __forceinline__ float greater_magnitude(float most, float term) {
 template <typename OfTeam>
 struct FixedRow {
   int* sum;
-  int vectors;                                  // number of groups of four sums
+  int vectors;                                  // number of sums / 4, rounded up
   int exponent = kMinExponent;                  // every term is below 2^exponent
   unsigned limit = exponent_bits(exponent);     // 2^exponent as the bits of a float
   float scale = exp2_of(kTermBits - exponent);  // units per 1.0
-  bool empty = true;
+  bool empty = true;                            // whether all terms so far are 0
 
   __device__ __forceinline__ FixedRow(int* sum, int vectors) : sum(sum), vectors(vectors) {}
 
-  // Rescales the row for terms of magnitudes up to `most`, given as the bits of a finite float.
+  // Rescales the row if `most`, the bits of a finite float, is not below the limit. Afterwards, terms of this
+  // magnitude can be added.
   __device__ __forceinline__ void rescale_for(unsigned most) {
     if (most >= limit) {
       const int raised = static_cast<int>(most >> 23) - 126;
@@ -373,8 +381,8 @@ struct FixedRow {
     atomicAdd(sum + id, __float2int_rn(term * scale));
   }
 
-  // Adds four packed entries times `weight`: the high words of the products of the entries and a common
-  // factor.
+  // Adds four packed entries times `weight`. A term is the upper half of a 64-bit product, rounded: the
+  // entry's number times a factor that the four entries share.
   __device__ __forceinline__ void add(const PackedQuad& quad, float weight) {
     const int factor = __float2int_rn(weight * quad.power() * (4 * scale));
 #pragma unroll
@@ -389,16 +397,17 @@ struct FixedRow {
   __device__ __forceinline__ float unit() const { return exp2_of(exponent - kTermBits); }
 };
 
-// The entries of a group that a lane handles at once: kAtOnce quads, which are `step` sources apart.
+// What a lane handles at once: one quad of each of kAtOnce edges of the group, which are `step` edges apart
+// (sum_fixed).
 template <int kAtOnce, typename Entries>
 struct Chunk {
   Entries quad[kAtOnce];
   float weight[kAtOnce];
 };
 
-// Adds the first `count` quads of every lane's chunk. Returns false if fixed point cannot represent them.
-// kWhole: all lanes have a whole chunk, so that the kernel needs no checks, which are a third of the
-// instructions.
+// Adds the first `count` quads of this lane's chunk. All lanes of the warp must call it. Returns false if a
+// term of the team is infinite or NaN. kWhole: all lanes have a whole chunk, so `count` need not be checked.
+// These checks are a third of the instructions.
 template <bool kWhole, bool kWeighted, int kAtOnce, typename OfTeam, typename T, typename Id>
 __device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, Quad<T, Id>>& chunk, int count,
                                           FixedRow<OfTeam>& row) {
@@ -426,9 +435,8 @@ __device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, Quad<T, Id>>& chu
   return true;
 }
 
-// Does the same as add_chunk for packed entries, with the bounds of quads instead of the terms. It always
-// checks which lanes have an entry, because separate code for whole chunks would take registers from other
-// warps.
+// Does the same as add_chunk for packed entries. It compares bounds of quads instead of terms. It always
+// checks `count`, because separate code for whole chunks would need registers that other warps use.
 template <bool kWeighted, int kAtOnce, typename OfTeam>
 __device__ __forceinline__ bool add_packed_chunk(const Chunk<kAtOnce, PackedQuad>& chunk, int count,
                                                  FixedRow<OfTeam>& row) {
@@ -453,22 +461,23 @@ __device__ __forceinline__ bool add_packed_chunk(const Chunk<kAtOnce, PackedQuad
   return true;
 }
 
-// Adds the entries of a group. Returns false if fixed point cannot represent some term. The groups of a warp
-// have from `shortest` to `longest` entries.
+// Adds the terms of a group to the row. Returns false if fixed point cannot represent the sums: a term is
+// infinite or NaN, or some terms are not 0 but all are below 2^kMinExponent. The groups of a warp have from
+// `shortest` to `longest` edges. 2^lanes_log lanes share a source.
 template <int kAtOnce, typename T, typename Rows, bool kWeighted, typename OfTeam>
 __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& slice, int shortest,
                                           int longest, int lanes_log, FixedRow<OfTeam>& row) {
-  // Number of lanes per source, and number of sources at once.
+  // Number of lanes per source, and number of sources that the team handles at once.
   const int lanes = 1 << lanes_log, step_log = 31 - __clz(OfTeam::kLanes) - lanes_log, step = 1 << step_log;
   const int nth = OfTeam::lane() >> lanes_log, lane_of_source = OfTeam::lane() & (lanes - 1);
   const int quads = static_cast<int>((args.k + 3) / 4);
   const int per_chunk = kAtOnce * step;
 
   const int* sources = args.a.col + slice.begin + nth;
-  const int last = slice.length - 1 - nth;  // this lane's last entry, counted from `sources`
+  const int last = slice.length - 1 - nth;  // the group's last edge, counted from `sources`
 
-  // Lanes without an entry load another entry, so that there are no branches and all loads are in flight at
-  // once.
+  // Beyond the group's last edge, lanes load the quad of source 0 and a weight of another edge. So there are
+  // no branches, and all loads are in flight at once.
   const auto load_sources = [&](int first, unsigned (&source)[kAtOnce]) {
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
@@ -488,25 +497,25 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
   };
 
   bool fits = true;
-  // With many kept entries, a lane handles several quads of a source.
+  // If there are more quads per source than lanes, a lane handles several quads, one after another.
   for (int quad0 = 0; quad0 < quads; quad0 += lanes) {
     const int quad = quad0 + lane_of_source;
-    const int end = quad < quads ? last : -1;  // last of the entries that this lane adds
+    const int end = quad < quads ? last : -1;  // -1: this lane has no quad of the sources
     const Rows rows(args, min(quad, quads - 1));
     unsigned source[kAtOnce];
     Chunk<kAtOnce, typename Rows::Entries> next;
     load_sources(0, source);
     if (longest > 0) load_chunk(0, rows, source, next);
     if (per_chunk < longest) load_sources(per_chunk, source);
-    // Quads are loaded one chunk ahead of the additions, and sources two chunks ahead, because each load
-    // waits for the previous one.
+    // Quads are loaded one chunk ahead of the additions, and sources two chunks ahead, because the address
+    // of a quad depends on the source.
     for (int first = 0; first < longest; first += per_chunk) {
       const Chunk<kAtOnce, typename Rows::Entries> chunk = next;
       if (first + per_chunk < longest) {
         load_chunk(first + per_chunk, rows, source, next);
         load_sources(first + 2 * per_chunk, source);
       }
-      const int count = (end - first + step) >> step_log;  // number of this lane's quads that hold entries
+      const int count = (end - first + step) >> step_log;  // number of this lane's quads that it adds
       bool added;
       if constexpr (Rows::kPacked) {
         added = add_packed_chunk<kWeighted>(chunk, count, row);
@@ -520,14 +529,15 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
         fits = false;  // the other teams of the warp continue
       }
     }
-    if (Rows::kPacked) break;  // packed rows have at most 32 entries, so there is no other quad
+    if (Rows::kPacked) break;  // packed sources have at most 32 kept entries, so there is no other quad
   }
   return fits && (row.empty || row.exponent > kMinExponent);
 }
 
-// kAtOnce: number of quads that a lane has in flight. With one quad, there are registers for kBlocks more
-// warps, which is faster if a warp handles many sources at once, that is, if few entries are kept. kInPieces:
-// some groups have more than kPieceEntries entries.
+// Handles one group per warp. kAtOnce: number of quads in a lane's chunk. kBlocks: number of blocks per
+// multiprocessor for which registers must suffice. With one quad, there are registers for more blocks, which
+// is faster if a warp handles many sources at once, that is, if few entries are kept. kInPieces: some groups
+// have more than kPieceEntries edges.
 template <int kAtOnce, int kBlocks, typename T, typename Id, typename Rows, bool kWeighted, bool kInPieces>
 __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs args, int lanes_log) {
   extern __shared__ int4 shared[];
@@ -547,7 +557,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
     for (int i = lane; i < vectors; i += kWarp) row[i] = int4{0, 0, 0, 0};
     __syncwarp();
   };
-  // Adds the entries of a piece to the buffer. Returns the unit of its sums, or 0 if the sums are floats.
+  // Sums a piece in the buffer. Returns the unit of the sums, or 0 if the sums are floats.
   const auto sum_piece = [&](const RowSlice& piece) {
     clear(buffer);
     FixedRow<Team<1>> row(reinterpret_cast<int*>(buffer), vectors);
@@ -590,8 +600,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
   }
 }
 
-// The kernels for other groups run at the same time as ssd_kernel, because they need none of its results, and
-// fill the GPU when few blocks of ssd_kernel are left. Kernels after them must wait for both, so their last
+// ssd_kernel handles the first num_long groups; ssd_middle_kernel or ssd_short_kernel handles the others.
+// These kernels run at the same time as ssd_kernel, because they need none of its results, and fill the GPU
+// when few blocks of ssd_kernel are left. The next kernel in the stream must wait for both, so their last
 // block, which has no groups, waits for ssd_kernel.
 __device__ __forceinline__ bool waited_as_last_block() {
   if (blockIdx.x + 1 < gridDim.x) return false;
@@ -599,8 +610,9 @@ __device__ __forceinline__ bool waited_as_last_block() {
   return true;
 }
 
-// Handles groups of up to 31 entries: a warp handles kTeams groups, each with its own buffer. So four groups
-// share the costs that every group has. With weights, eight blocks would spill registers.
+// Handles groups of up to 31 edges: a warp handles kTeams groups, each with its own buffer. So four groups
+// share the costs that every group has. With weights, the compiler would spill registers for eight blocks per
+// multiprocessor.
 template <typename T, typename Id, typename Rows, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
     ssd_middle_kernel(const SsdArgs args, int lanes_log) {
@@ -634,9 +646,9 @@ __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
   store_row<T, OfTeam>(args, slice, buffer, fixed ? row.unit() : 0.0f);
 }
 
-// Groups of few entries: a warp handles kShortGroups of them at once, so that loads of one group are in
-// flight while another is added. It sums floats, one source at a time, because for one or two sources fixed
-// point costs more than it saves.
+// Handles groups of at most kShortGroupEntries edges: a warp handles kShortGroups of them at once, so that
+// loads of one group are in flight while another is added. It sums floats, one source at a time, because for
+// one or two sources fixed point costs more than it saves.
 template <typename T, typename Id, int kPerLane, bool kWeighted>
 __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args) {
   extern __shared__ int4 shared[];
@@ -657,8 +669,8 @@ __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args)
     __syncwarp();
   };
 
-  // Lane g has group g and the end of its entries in the list of all groups' entries. Lane e loads the e-th
-  // entry of that list.
+  // The edges of the warp's groups form a list. Lane g has group g and the position in the list at which the
+  // group ends. Lane e loads source and weight of the e-th edge of the list.
   RowSlice slice{0, 0, 0};
   if (lane < groups) slice = load_slice(args.groups, group0 + lane);
   int end = slice.length;
@@ -681,7 +693,7 @@ __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args)
   if (kWeighted && entry >= 0) weight_of_lane = weight_of<T>(args, entry, source_of_lane);
 
   int group = 0, end_of_group = __shfl_sync(kFullWarp, end, 0);
-  // Stores all groups that end before the entry `at`.
+  // Stores the sums of all groups that end at position `at` of the list, and clears the buffer after each.
   const auto finish_groups = [&](int at) {
     while (group < groups && at == end_of_group) {
       RowSlice finished;
@@ -725,8 +737,8 @@ __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args)
   finish_groups(total);
 }
 
-// Supports any width and dtype: adds all entries of a group for one tile of features after another. Groups of
-// several pieces have totals in the second half of the buffer.
+// Supports any width and dtype: a warp adds all terms of a group for one tile of features after another.
+// kInPieces: pieces are summed in the first half of the buffer, and their sums are added in the second half.
 template <typename T, typename Id, bool kInPieces>
 __global__ void __launch_bounds__(kThreads) ssd_plain_kernel(const SsdArgs args) {
   constexpr int kTile = kInPieces ? kPlainFeatures / 2 : kPlainFeatures;
@@ -763,7 +775,7 @@ __global__ void __launch_bounds__(kThreads) ssd_plain_kernel(const SsdArgs args)
   }
 }
 
-// kOneForAll: groups of any length run the kernel for long groups.
+// kOneForAll: groups of any length run the kernel with kInPieces, so that the other one is not compiled.
 template <int kAtOnce, int kBlocks, typename T, typename Id, typename Rows, bool kWeighted,
           bool kOneForAll = false>
 void launch_long(const SsdArgs& args, cudaStream_t stream) {
@@ -813,7 +825,8 @@ void launch_in_shared_memory(SsdArgs args, cudaStream_t stream) {
   };
   const bool vectors =
       args.k % 4 == 0 && aligned(args.values, 4 * sizeof(T)) && aligned(args.ids, 4 * sizeof(Id));
-  // Groups in rows of more than 256 features, which are rare and large, get a warp each.
+  // Groups share warps only if ids have 8 bits (at most 256 features) and the kernel supports k and the
+  // alignment. Wider rows are rare and large.
   const bool shared_warps = sizeof(Id) == 1 && (args.few_entries ? args.k <= 2 * kWarp : vectors);
   if (!shared_warps) args.num_long = args.groups.num_slices;
   if constexpr (sizeof(Id) == 1) {
@@ -839,8 +852,8 @@ void launch_in_shared_memory(SsdArgs args, cudaStream_t stream) {
       launch_long<2, kWeighted ? 7 : 10, T, Id, Rows, kWeighted>(args, stream);
     }
   } else {
-    // A k that is not a multiple of four is rare. All of these calls share one weighted kernel, in which
-    // calls without weights use weight 1.
+    // A k that is not a multiple of four is rare, and so are unaligned addresses. All of these calls share
+    // one weighted kernel, in which calls without weights use weight 1.
     launch_long<2, 6, T, Id, QuadOfRows<T, Id, false>, true, true>(args, stream);
   }
   if constexpr (sizeof(Id) == 1) {

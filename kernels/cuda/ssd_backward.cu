@@ -1,12 +1,13 @@
 // Backward pass of the product with sparse features (MaxK): gradients of the kept values and of the edge
 // values.
 //
-// Kept values, from row panels: a block of threads copies the window's rows of the gradient to shared memory,
-// and groups of lanes handle strips of the window's entries, which are sorted by source. A lane has up to 4
-// kept columns. It reads these columns in the gradient's rows for a source's consecutive entries, sums in
-// registers, and adds once per source and strip to the output: with one 16-byte reduction on sm_90, or with a
-// plain store if the source has no other entries. If the results do not fit the L2 cache, the list of slices
-// handles one block of sources after another.
+// Kept values, from row panels (RowPanelsView): windows of up to 64 rows, whose entries are sorted by source.
+// A block of threads handles a slice of a window's entries. It copies the window's rows of the gradient to
+// shared memory, and groups of lanes handle strips, which are a few consecutive entries. A lane has up to 4
+// kept columns at a time. It reads these columns in the gradient's rows for a source's consecutive entries,
+// sums in registers, and adds once per source and strip to the output: with one 16-byte reduction on sm_90,
+// or with a plain store if the strip has all entries of the source. If the results do not fit the L2 cache,
+// sources are divided into blocks, and the list of slices handles one block after another.
 //
 // Floors: 4 bytes + k ids read per entry from the L2 cache; 4 k bytes reduced per source and window (MaxK's
 // kernel reduces them per edge, and they are its bottleneck); the gradient read once; 3.5 shared-memory
@@ -33,8 +34,8 @@ constexpr int kManyThreads = 768;
 constexpr int kEntriesInFlight = 4;
 constexpr int kRowBits = 6;  // bits of an entry's row in the window, below the source
 constexpr std::uint32_t kRowMask = (1u << kRowBits) - 1;
-constexpr std::uint32_t kNoEntry = 0xffffffffu;  // a word whose source is greater than any other source
-constexpr std::uint32_t kSole = 0x80000000u;     // all entries of the source are in this strip
+constexpr std::uint32_t kNoEntry = 0xffffffffu;  // no entry: its source is greater than any other source
+constexpr std::uint32_t kSole = 0x80000000u;     // bit of an entry: this strip has all entries of the source
 
 // Number of lanes that share the k kept columns of a source, kVec columns each; a power of two.
 inline int lanes_for(std::int64_t k, int vec) {
@@ -304,8 +305,9 @@ cudaError_t launch_windows(const SsdBackwardWindowsArgs& args, cudaStream_t stre
 // ---------------------------------------------------------------- kept values, row by row
 
 constexpr int kThreads = 128;
-constexpr int kEntriesPerSum =
-    32;  // then the sum is added to a total, so rounding errors grow with 32 entries
+// Number of entries after which a sum is added to a total, so that rounding errors grow less with the length
+// of a slice.
+constexpr int kEntriesPerSum = 32;
 
 // A group of lanes handles one slice of a row of the transposed structure, which is a source.
 template <typename T, typename Id>

@@ -1,7 +1,8 @@
 // Dataflows for comparison with ssd.cu, with float sums: MaxK-GNN's coupled dataflow (section 4.1), and the
-// slots of the decoupled SSD paper (section IV). The parts of the latter can be left out one by one for the
-// ablation. A warp is divided into slots. A slot sums one edge group into its buffer in shared memory, one
-// source after another; then the warp updates the rows of all its groups with all lanes.
+// slots of the decoupled SSD paper (section IV). SsdSlotsArgs switches the techniques of the latter off one
+// by one for the ablation. A warp is divided into slots of kWarp / slots lanes. A slot sums one edge group
+// (consecutive edges of one row) in its buffer in shared memory, one source after another; then the warp
+// updates the rows of all its groups with all lanes.
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
 

@@ -1,11 +1,12 @@
 // Sums of the columns of a tall matrix, for the gradient of a bias: one pass over the matrix, in float64.
 // PyTorch's sum leaves most of the GPU idle, and a product with a vector of ones adds in float32.
 //
-// Rows are divided into parts, a few per multiprocessor. In a block of threads, lane x of `columns` handles
-// kVec columns with one 16-byte load each, and line y of threads handles every (kThreads / columns)-th row of
-// the part. Four rows are loaded ahead and added pairwise in the accumulation type. All further sums are in
-// float64, in an order that depends only on the sizes: first the lines of a block, then the parts
-// (combine_kernel). So sums whose terms cancel stay accurate, and every run gives the same bits.
+// Rows are divided into parts, a few per multiprocessor. The threads of a block are divided into lines of
+// `columns` threads. Thread x of a line handles kVec columns with one load per row (16 bytes if alignment
+// allows), and line y handles every (kThreads / columns)-th row of the part. Four rows are loaded ahead and
+// added pairwise in the accumulation type. All further sums are in float64, in an order that depends only on
+// the sizes: first the lines of a block, then the parts (combine_kernel). So sums whose terms cancel stay
+// accurate, and every run gives the same bits.
 //
 // Sums of one call (the gradients of a layer's biases) share one launch of each kernel, because small
 // matrices take less time than launches.
@@ -24,11 +25,11 @@ constexpr int kAhead = 4;  // rows that a thread loads before it adds
 
 struct Sums {
   SumOfRowsArgs of[kMostSums];
-  int columns[kMostSums];  // columns per block
+  int columns[kMostSums];  // threads per line
   bool packed[kMostSums];  // whether rows can be read 16 bytes at a time
 };
 
-// `sums`: (kVec, kThreads) in shared memory.
+// Sums a part of the rows. `sums`: (kVec, kThreads) in shared memory.
 template <typename T, int kVec>
 __device__ __forceinline__ void add_part(const SumOfRowsArgs& args, const int columns, double* sums) {
   const int x = static_cast<int>(threadIdx.x) % columns, y = static_cast<int>(threadIdx.x) / columns;
@@ -136,7 +137,7 @@ bool is_packed(const SumOfRowsArgs& args) {
   return vector_width<T>({args.width, args.row_stride}, {args.rows}) == 16 / static_cast<int>(sizeof(T));
 }
 
-// Number of columns per block, if `vec` elements are read at a time.
+// Number of threads per line, if a thread reads `vec` elements at a time.
 int columns_of(const SumOfRowsArgs& args, std::int64_t vec) {
   int columns = 1;
   while (columns < args.width / vec && columns < kThreads) columns *= 2;

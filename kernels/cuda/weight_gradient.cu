@@ -1,11 +1,15 @@
 // Recomputes the gradient of a linear map's weight where it is not finite, without the rows whose gradient is
 // 0. The reason is that 0 times NaN is NaN, and a row that no edge reads must not change the weight.
 //
+// The product is grad^T x. The columns of grad, which are rows of the product, are divided into parts
+// (WeightGradientArgs), because a row may have a gradient in one part and zeros in another.
+//
 // The host would have to wait for the device to know if a product is finite, so this kernel is launched after
 // every product. A block checks kColumns columns of one part of the product, and ends at once if they are
 // finite. The check reads the product once, mostly from the L2 cache. Otherwise, the block recomputes these
 // columns: a lane has kWidth columns of the gradient, and a warp handles every kWarps-th row. The order of
-// the additions is fixed. The kernel checks if a row's gradient is 0 only if the row is NaN or infinite.
+// the additions is fixed. The kernel checks if a row's gradient is 0 in the part only if a number of the row
+// in these columns of x is not finite.
 
 #include <cmath>
 

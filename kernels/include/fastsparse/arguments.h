@@ -67,7 +67,7 @@ struct Argument {
   bool is_optional;
 };
 
-// The list of a struct. List: the name of the list, usually the struct itself.
+// The list of a struct. Struct: the name of the list, which is usually the struct itself.
 template <typename Struct>
 struct Declared;
 

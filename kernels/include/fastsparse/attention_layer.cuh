@@ -21,6 +21,7 @@ struct ScoreSums {
   Dtype dtype[3];
 };
 
+// result = out + skip + bias.
 struct Addends {
   const void* out;  // contiguous
   DenseView skip;   // null data: none
@@ -31,6 +32,7 @@ struct Addends {
   std::int64_t width;
 };
 
+// Matrices that are copied next to each other into one matrix.
 struct Pieces {
   DenseView from[kMostLinears];
   std::int64_t count;

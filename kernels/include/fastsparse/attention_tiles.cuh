@@ -287,8 +287,8 @@ __device__ __forceinline__ void copy_own(std::uint32_t to, const Table<S>& table
   });
 }
 
-// Own rows as an operand of the tensor cores: word i is, of piece i of row g, the t-th pair (float32:
-// number).
+// Loads own rows as an operand of the tensor cores: word i is the t-th pair (float32: number) of piece i of
+// row g.
 template <typename S>
 __device__ __forceinline__ void load_own(std::uint32_t (&own)[S::kPieces], std::uint32_t from, int lane) {
 #pragma unroll
@@ -310,9 +310,9 @@ __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t tile, int 
   return (first ^ piece % 8 * kPieceBytes) + piece / 8 * 8 * kPieceBytes;
 }
 
-// score[i] = <own row, gathered row> of the thread's i-th entry (Owned), over the features of `head`. If own
-// and gathered rows are swapped, the result has the same bits, because forward and backward passes must
-// agree: rounding a score of 10,000 differently changes its weight by 1e-3.
+// score[i] = <own row, gathered row> of the thread's i-th entry (Owned), over the features of `head`. The
+// result has the same bits if own and gathered rows are swapped, as in the transposed pass of the backward
+// pass. This is necessary, because rounding a score of 10,000 differently changes its weight by 1e-3.
 template <typename S, int kTerms>
 __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std::uint32_t (&own)[S::kPieces],
                                               std::uint32_t tile, int head, int lane) {
@@ -620,10 +620,10 @@ class Entries {
     const std::uint32_t at = block_ + vector / kOwned * kQuadBytes + vector % kOwned * 3;
     return load_shared_byte(at) | load_shared_byte(at + 1) << 8 | load_shared_byte(at + 2) << 16;
   }
-  // Random bits of dropout, from which `factor` reads, for the heads from first_head on. With several heads
-  // in 16-bit formats, bit h * kOwned + i is set if entry i of head first_head + h is kept. These bits are
-  // computed in a loop that runs only as often as some thread of the warp has entries. An unrolled loop would
-  // take a fifth of a kernel's time. With one head, and in float32, the loop would spill registers.
+  // Decides ahead which entries dropout keeps, with several heads in 16-bit formats: bit h * kOwned + i is
+  // set if entry i of head first_head + h is kept. The loop runs only as often as the thread of the warp with
+  // the most entries needs. An unrolled loop would take a fifth of a kernel's time. With one head, and in
+  // float32, the loop would spill registers, so the result is 0 and `factor` draws the numbers.
   template <bool kTransposed>
   __device__ __forceinline__ std::uint32_t draw(const Dropout& dropout, const WindowRow& window_row,
                                                 std::int64_t window, std::int64_t first_head) const {
@@ -698,7 +698,7 @@ class Entries {
     const std::uint32_t other = column(i);
     return kTransposed ? RowAndColumn{other, own} : RowAndColumn{own, other};
   }
-  // The quad of the block that has the thread's entries; then the masks of this quad.
+  // quad: index in the block of the quad that has the thread's entries. masks: the masks of this quad.
   __device__ __forceinline__ int quad() const { return S::kFloat ? lane_ % 4 : lane_ / 8; }
   __device__ __forceinline__ std::uint32_t masks() const {
     return load_shared_word(block_ + quad() * kQuadBytes + kMaskByte);

@@ -20,8 +20,8 @@ __device__ __forceinline__ unsigned signs_of_halves(unsigned word) {
   return signs;
 }
 
-// Divides both words into pairs of fields of kShift bits: `a` gets the lower field of every pair, `b` the
-// upper fields.
+// Divides both words into pairs of fields of kShift bits. `a` gets the lower fields and `b` the upper fields
+// of both words. In every new pair, the field of the old `a` is the lower one.
 template <int kShift>
 __device__ __forceinline__ void exchange(unsigned& a, unsigned& b) {
   const unsigned x = a, y = b;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void bit_planes(unsigned (&words)[16]) {
   for (int i = 0; i < 8; ++i) exchange<1>(words[i], words[i + 8]);
 }
 
-// Moves the bits of even numbers to the lower half, and those of odd numbers to the upper half.
+// Moves bits 0, 2, 4 and so on to the lower half, and bits 1, 3, 5 and so on to the upper half.
 __device__ __forceinline__ unsigned evens_first(unsigned word) {
   const auto swap = [&](int shift, unsigned where) {
     const unsigned changed = (word ^ word >> shift) & where;

@@ -40,8 +40,9 @@ __device__ __forceinline__ void unpack(const PackedColumns& packed, std::uint32_
   column[3] = packed.word[2] >> 8;
 }
 
-// Handles the last block of a window, which has only `left` quads. If a quarter of the warp has read a quad
-// beyond the window, its columns become 0. So that quarter gathers row 0, and loads need no predicate.
+// Handles the last block of a window, which has only `left` quads. Each quarter of the warp has read words
+// (columns or masks) of one quad. If the quad is beyond the window, they become 0. So that quarter gathers
+// row 0 with masks of 0, and loads need no predicate.
 template <int kWords>
 __device__ __forceinline__ void cut_words(std::uint32_t (&word)[kWords], int left) {
 #pragma unroll

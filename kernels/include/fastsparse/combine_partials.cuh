@@ -1,5 +1,5 @@
 // Second level of sums: adds the partial sums of rows (or windows of rows) that were cut into slices. They
-// are added in the order of slots, so that every run gives the same bits.
+// are added in a fixed order, so that every run gives the same bits.
 #pragma once
 
 #include "fastsparse/cuda_common.cuh"
@@ -72,8 +72,8 @@ constexpr int kCombineFeatures = 4;  // features per lane; their sums are indepe
 
 // partial: (num_slots, kHeight, width). A thread block processes one split unit (a row, or a window of
 // kHeight rows) and 128 features. Its 8 warps divide the rows and, if there are fewer rows than warps, the
-// slots of a row; then a fixed tree adds the sums of the warps. `row_of_unit` maps (unit, r) to an output
-// row; -1: none.
+// slots of a row; then the first warp of a row adds the sums of its other warps in order. `row_of_unit` maps
+// (unit, r) to an output row; -1: none.
 template <typename T, int kHeight, typename RowOfUnit>
 __global__ void __launch_bounds__(kWarp* kCombineWarps)
     combine_partials_kernel(const RowSplitView split, const void* partial, Epilogue epilogue,

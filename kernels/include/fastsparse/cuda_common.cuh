@@ -105,8 +105,8 @@ __device__ __forceinline__ Acc<T> load_value(const EdgeValueView& value, bool in
                           : static_cast<const Acc<T>*>(value.data)[index];
 }
 
-// Loads the slice of this lane group. Groups beyond the list get an empty slice, so that warps do not
-// diverge.
+// Loads a slice of the list, one per lane group. Groups beyond the end of the list get an empty slice, so
+// that warps do not diverge.
 __device__ __forceinline__ RowSlice load_slice(const RowSplitView& split, std::int64_t index) {
   RowSlice slice{0, 0, 0};
   if (index < split.num_slices) {

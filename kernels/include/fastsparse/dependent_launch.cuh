@@ -2,8 +2,8 @@
 // its launch, and its code before the wait, overlap with the end of the previous kernel.
 //
 // A kernel starts early only if its launch requests this, and it overlaps only with the kernel right before
-// it in the stream. Kernels before that one must have ended by then. So the kernel right before it was
-// launched without overlap, or at least one of its threads waits for the kernels before it.
+// it in the stream. Kernels before that one must have ended by then. So the kernel right before it must be
+// launched without overlap, or at least one of its threads must wait for the kernels before it.
 #pragma once
 
 #include <cstddef>

@@ -281,7 +281,7 @@ struct SliceEntries {
   int id_words;
   std::uint32_t begin;
   int length;
-  bool in_order;  // whether an entry's number is its position
+  bool in_order;  // whether the position of an entry is its number in the structure
 
   __device__ __forceinline__ SliceEntries(const CsrView& a, const RowSlice& slice)
       : id_words(a.edge_id_is_64bit ? 2 : 1),
@@ -344,7 +344,8 @@ __device__ __forceinline__ void for_entries(int longest, int shortest, const Ent
   }
 }
 
-// Sums over lanes of a group, whose distance doubles from `from` to below `to`. All lanes get the same bits.
+// Sums over lanes of a group, by shuffles over the distances from, 2 * from, 4 * from and so on below `to`.
+// All lanes get the same bits.
 template <int kCount>
 __device__ __forceinline__ void sum_over(float (&v)[kCount], int to, int from = 1) {
 #pragma unroll 1
@@ -403,8 +404,8 @@ struct LaneWeights {
   }
 };
 
-// Computes W_h^T x for the head of every lane; a lane gets the part of the result that has its edge features.
-// kCount vectors share the reads of W.
+// Computes W_h^T x for the head of every lane; a lane gets the elements of the result that belong to its edge
+// features. kCount vectors share the reads of W.
 template <int kEdge, int kCount, typename T>
 __device__ __forceinline__ void to_edge_width(float (&to)[kCount][kEdge], const EdgeLane& lane,
                                               const LaneWeights<T>& weight,
@@ -458,8 +459,8 @@ __device__ __forceinline__ void add_from_edge_width(float (&to)[kLaneFeatures], 
   }
 }
 
-// Computes x_dst_i + x_src_j + W a_ij, the argument of GATv2's leaky ReLU, for some edges. Every weight is
-// read once for all of these edges.
+// Adds W a_ij to z, for kCount edges. The result is the argument of GATv2's leaky ReLU if z is x_dst_i +
+// x_src_j before. Every weight is read once for all of these edges.
 template <typename T, int kCount>
 __device__ __forceinline__ void add_projected(float (&z)[kCount][kLaneFeatures], const EdgeLane& lane,
                                               const EdgeAttentionInput& input,
@@ -544,8 +545,8 @@ __device__ __forceinline__ float exp_or_zero(float x) {
 // Largest number of edge features that a lane has registers for, with dot products.
 constexpr int kMostEdge = 16;
 
-// Lanes per head, a power of two. They have enough registers for the head (8 features each) and, with dot
-// products, for the edge features (kMostEdge each).
+// Number of lanes per head, a power of two: enough for the head (8 features per lane) and, with dot products,
+// for the edge features (kMostEdge per lane).
 inline int edge_head_lanes(const EdgeAttentionInput& input) {
   int lanes = 1;
   while (lanes * kLaneFeatures < input.head_width || (!input.gatv2 && lanes * kMostEdge < input.edge_width)) {

@@ -20,7 +20,8 @@ constexpr int kMostGathered = 40;
 
 enum class GraphFieldKind : int {
   kCopy = 0,
-  kAddInt64 = 1,  // numbers of rows of another kind: adds the first of the graph's rows of that kind
+  kAddInt64 = 1,  // numbers of rows of another kind: adds the number in the batch of the graph's first row of
+                  // that kind
   kAddInt32 = 2,
   kGraph = 3,       // the number of the graph to which a row belongs, int64; the dataset has no tensor for it
   kFirst = 4,       // the pointer of the batch, int64; the dataset has no tensor for it

@@ -1,11 +1,11 @@
 // How the CSR attention kernels assign rows, heads and features to lanes, and their shared code.
 //
-// `kHeadLanes` neighbouring lanes process one head of one slice of a row, 8 features each. A group of lanes
-// processes heads_per_group neighbouring heads of the same slice, so that together they gather contiguous
-// pieces of a row. Entries are processed in batches of kHeadLanes: lane `sub` of a head reads the column (and
-// computes the numbers per entry) of the batch's entry `sub`, and passes them to the other lanes by shuffles.
-// All groups of a warp loop over the length of the longest slice, and mask entries beyond the end of their
-// own slice.
+// `kHeadLanes` neighbouring lanes process one head of one slice of a row (RowSlice), 8 features each. A group
+// of lanes processes heads_per_group neighbouring heads of the same slice, so that together they gather
+// contiguous pieces of a row. Entries are processed in batches of kHeadLanes: lane `sub` of a head reads the
+// column (and computes the numbers per entry) of the batch's entry `sub`, and passes them to the other lanes
+// by shuffles. All groups of a warp loop over the length of the longest slice, and mask entries beyond the
+// end of their own slice.
 #pragma once
 
 #include <algorithm>
@@ -196,7 +196,8 @@ __device__ __forceinline__ void for_steps(int base, const WarpLength& length, F&
 // The number that is subtracted from scores: their maximum, or 0 if it is -infinity.
 __device__ __forceinline__ float reference_score(float max) { return max == -kInfinity ? 0.0f : max; }
 
-// The log-sum-exp that backward passes subtract: rows whose scores are all -inf have no weights, not NaN.
+// The log-sum-exp that backward passes subtract: infinity for rows whose scores are all -infinity, so that
+// their weights become 0 instead of NaN.
 __device__ __forceinline__ float finite_lse(float lse) { return lse == -kInfinity ? kInfinity : lse; }
 
 // Factor that normalises weights to sum 1; 0 if there are no weights.
@@ -206,8 +207,9 @@ __device__ __forceinline__ float log_sum_exp(float max, float sum) {
   return sum == 0 ? -kInfinity : max + logf(sum);
 }
 
-// Merges the softmax states of the slices of split rows. 8 strands sum their slots in order, and then the
-// strands are added in order. There are no atomics.
+// Merges the softmax states of the slices of split rows. A block handles one row and 32 features. Each of its
+// 8 warps (strands) merges every 8th slot in order, and then the strands are merged in order. There are no
+// atomics.
 constexpr int kStrands = 8;
 
 // partial: (num_slots, width), relative to the slot's maximum; state: (num_slots, heads), {maximum, sum}.
@@ -271,7 +273,8 @@ inline dim3 head_grid(std::int64_t num_slices, std::int64_t heads, int head_lane
 }
 
 // Calls f(element type, elements per load, lanes per head). Loads have 16 bytes, with as few lanes as the
-// head needs; or one element, if widths, strides or addresses do not allow 16 bytes.
+// head needs. If widths, strides or addresses do not allow this, loads have one element, and a head has 32
+// lanes.
 template <typename F>
 void with_head_lanes(Dtype dtype, std::int64_t head_width, std::initializer_list<std::int64_t> strides,
                      std::initializer_list<const void*> addresses, F&& f) {

@@ -14,7 +14,7 @@ constexpr int kMostPlaced = 24;
 // Ranges of rows per hop, in the padded memory and in the batch.
 struct HopRows {
   int num_hops;
-  std::int64_t start[kMostHops + 1];  // where a hop begins in the padded memory; last: all rows
+  std::int64_t start[kMostHops + 1];  // where a hop begins in the padded memory; then the number of all rows
   std::int64_t end[kMostHops];        // where a hop ends in the batch
 };
 
@@ -51,7 +51,7 @@ struct PlaceBatchArgs {
 // The content of a position in the padded memory.
 struct Placed {
   bool is_given;     // whether the position holds a row of the batch, not padding
-  std::int64_t row;  // number of the row in the batch; for padding, the number of the first row
+  std::int64_t row;  // number of the row in the batch; for padding, 0
 };
 
 FASTSPARSE_HOST_DEVICE std::int64_t first_row(const HopRows& rows, int hop) {

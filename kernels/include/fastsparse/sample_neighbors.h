@@ -1,8 +1,8 @@
 // Neighbour sampling: arguments, the table of the batch's nodes and random numbers, for both devices.
 //
-// A batch is sampled in steps, one per hop and edge type. A step has a slot for every edge that it may choose
-// at random. Slots are in the order of the batch's rows and, within a row, in the order in which neighbours
-// were chosen. A step has three stages:
+// A batch is sampled in steps, one per hop and edge type. A step has a slot for every edge that it may
+// choose. Slots are in the order of the batch's rows and, within a row, in the order in which neighbours were
+// chosen. A step has three stages:
 //
 //   sample   fills slots: chooses entries of the row at random, and finds or inserts their sources in the
 //            table. The table gets the first slot of the step that has the source, by an atomic minimum, so

@@ -14,7 +14,8 @@ enum SortFact : int {
   kNumSortFacts,
 };
 
-// Largest number of edges, and of rows, for which one 64-bit word can count rows, slices and slots.
+// Largest number of edges, and of rows, for which one 64-bit word can count entries, slices, slots and split
+// rows.
 constexpr std::int64_t kFewEdges = std::int64_t{1} << 17;
 // Largest number of entries in a row: the sort compares each entry with all others of its row.
 constexpr std::int64_t kMostCompared = 1024;

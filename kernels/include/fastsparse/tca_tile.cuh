@@ -7,12 +7,13 @@
 // other elements are not used. Sums stay in the result until the row is done, and only then is the trace
 // computed.
 //
-// A lane may gather any entries and features, if those of one g and k agree. Here, the lanes of one entry
-// gather neighbouring pieces of 8 features, so that eight lanes read up to 128 consecutive bytes of a row of
-// x. g numbers one of kChunks chunks of entries and one of kRowPieces pieces; t numbers one of kLanePieces
-// pieces. The product sums over t, so zeros in B keep the pieces of different t apart: lane (g, t) gives its
-// weights only if column g stands for its piece. The packings of the paper (section 4.2: 4, 8 or 16 features
-// of 32, 16 or 8 entries) do the same in g alone. Chunks of one warp may belong to different rows.
+// Each element of row g of A may be a feature of any entry, if the same element of column g of B is the
+// weight of this entry. Here, the lanes of one entry gather neighbouring pieces of 8 features, so that eight
+// lanes read up to 128 consecutive bytes of a row of x. g numbers one of kChunks chunks of entries and one of
+// kRowPieces pieces; t numbers one of kLanePieces pieces. The product sums over t, so zeros in B keep the
+// pieces of different t apart: lane (g, t) gives its weights only if column g stands for its piece. The
+// packings of the paper (section 4.2: 4, 8 or 16 features of 32, 16 or 8 entries) do the same in g alone.
+// Chunks of one warp may belong to different rows.
 #pragma once
 
 #include "fastsparse/cuda_common.cuh"
@@ -148,8 +149,8 @@ struct TcaTile {
     }
     flush(sums, total);
     trace(total, result);
-    // A zero in B times infinity (of padding or of another piece) is NaN, so infinities need special
-    // handling.
+    // A zero in B times infinity (of padding or of another piece) is NaN. So results that are not finite are
+    // computed again without tensor cores.
     bool finite = true;
 #pragma unroll
     for (int i = 0; i < kResult; ++i) finite = finite && isfinite(result[i]);

@@ -29,8 +29,8 @@ FASTSPARSE_HOST_DEVICE std::int64_t edge_position(const CsrView& a, std::int64_t
                             : static_cast<const std::int32_t*>(a.edge_id)[entry];
 }
 
-// Consecutive entries of one row. Its length is limited. Otherwise, one group of lanes would process a long
-// row while others are idle.
+// A slice: consecutive entries of one row. The length of slices is limited. Otherwise, one group of lanes
+// would process a long row while others are idle.
 struct alignas(16) RowSlice {
   std::int64_t begin;   // first entry
   std::int32_t length;  // number of entries
@@ -58,7 +58,7 @@ FASTSPARSE_ARGUMENTS(CsrStructure,
                      IN(a, rowptr, col, edge_id, edge_id_is_64bit, num_rows, num_cols, num_edges),
                      OPTIONAL_IN(split, slices, num_slices, split_row, split_ptr, num_split_rows));
 
-// Consecutive quads of one window, or all quads of several consecutive windows.
+// Consecutive quads of one window, or all quads of several consecutive windows (BsbView).
 struct alignas(16) WindowRun {
   std::int32_t begin;        // first quad
   std::int32_t length;       // number of quads
@@ -211,13 +211,13 @@ FASTSPARSE_ARGUMENTS(SpmmBsbArgs, AS(structure, a), FIELDS(x), WIDTH(width), DTY
                      FIELDS(quad_vector, vector_scale, scale_dst, scale_src, loop, bias, relu, out, partial,
                             features_per_lane, blocks_per_step, tf32));
 
-// Sums of the columns of a matrix. CUDA only.
+// Sums of the columns of a matrix, out_c = sum_r rows_r,c. CUDA only.
 struct SumOfRowsArgs {
   const void* rows;  // (num_rows, width)
   std::int64_t num_rows;
   std::int64_t width;
   std::int64_t row_stride;
-  double* partial;  // (num_parts, width)
+  double* partial;  // scratch (num_parts, width): sums over parts of the rows
   std::int64_t num_parts;
   void* out;  // (width)
   Dtype dtype;
@@ -226,7 +226,9 @@ struct SumOfRowsArgs {
 FASTSPARSE_ARGUMENTS(SumOfRowsArgs, MATRIX(rows), NUM_ROWS(num_rows), WIDTH(width), STRIDE(row_stride),
                      DTYPE(dtype), FIELDS(partial, num_parts, out, out_dtype));
 
-// Recomputes the elements of the gradient of a linear map's weight that are not finite. CUDA only.
+// Recomputes the elements of the gradient of a linear map's weight that are not finite, without the rows
+// whose gradient is 0. The columns of the gradient are divided into parts, and each part has its own rows of
+// 0. CUDA only.
 struct WeightGradientArgs {
   const void* grad;  // (num_rows, num_parts * part_width), or these columns of a wider matrix
   std::int64_t grad_stride;
@@ -251,7 +253,8 @@ FASTSPARSE_ARGUMENTS(WeightGradientArgs, MATRIX(grad), STRIDE(grad_stride), MATR
 // Sums over rows of the outer products of every head's features with the features of its edges. CUDA only.
 struct HeadOuterArgs {
   CsrView a;      // rows without entries are omitted, even if x and y are NaN there
-  const void* x;  // (num_rows, heads * head_width); head_width and edge_width are multiples of 4
+  const void* x;  // (num_rows, heads * head_width); rows of head_width elements are multiples of 16 bytes,
+                  // and edge_width is a multiple of 4
   std::int64_t x_stride;
   const void* y;  // (num_rows, heads * head_width)
   std::int64_t y_stride;
@@ -261,7 +264,7 @@ struct HeadOuterArgs {
   std::int64_t heads;
   std::int64_t head_width;
   std::int64_t edge_width;
-  float* partial;  // (num_parts, heads * head_width, edge_width)
+  float* partial;  // (num_parts, heads * head_width, edge_width): sums over parts of the rows
   std::int64_t num_parts;
   Dtype dtype;
 };
@@ -283,10 +286,10 @@ struct HybridRowsArgs {
   const std::int64_t* rowptr;  // (num_rows + 1); num_rows > 0
   std::int64_t num_rows;
   std::int32_t multiple;
-  std::int32_t longest;
+  std::int32_t longest;  // largest number of entries in an item
   HybridRowsCounts*
-      counts;  // (num_hybrid_rows_counts(num_rows)) scratch; out: the totals, in the last element
-  std::int64_t most_long;
+      counts;              // (num_hybrid_rows_counts(num_rows)) scratch; out: the totals, in the last element
+  std::int64_t most_long;  // upper bound of the number of long items
   RowSlice* slices;  // out (most_long + num_rows): the long items, then one short item per row, whose length
                      // is -1 if the row has none
   std::int32_t* split_row;  // out: row of every split row (RowSplitView)
@@ -329,7 +332,8 @@ struct SddmmArgs {
   std::int64_t heads;
   std::int64_t head_width;
   Dtype dtype;
-  const std::int32_t* row;  // (num_edges): work is divided by entries; null: by rows; CUDA only
+  const std::int32_t* row;  // (num_edges) row of every entry: work is divided by entries; null: work is
+                            // divided by rows; CUDA only
 };
 FASTSPARSE_ARGUMENTS(SddmmArgs, AS(structure, a), ALSO(split), FIELDS(heads, x_dst), WIDTH(head_width),
                      PER(head_width, heads), DTYPE(dtype),
@@ -406,8 +410,8 @@ struct AdditiveAttentionBackwardArgs {
   float* grad_score_src;  // (num_cols, heads)
   void* grad_v;           // (num_cols, heads * head_width)
   void* grad_bias;        // (num_values, heads) in bias.dtype; null: not computed
-  float* row_state;       // (num_rows, heads, 4)
-  float* partial_row;     // (num_slots, heads, 4)
+  float* row_state;       // scratch (num_rows, heads, 4): RowState of additive_attention_backward.cu
+  float* partial_row;     // (num_slots, heads, 4): RowSums of additive_attention_backward.cu
   float* partial_v;       // (num_slots of the transposed structure, heads * head_width)
   float* partial_score;   // (num_slots of the transposed structure, heads)
 };
@@ -507,7 +511,8 @@ struct AttentionBsbBackwardArgs {
   void* grad_k;      // (num_cols, heads * head_width)
   void* grad_v;      // (num_cols, heads * value_width)
   void* grad_bias;   // (num_values, heads) in bias.dtype; null: not computed
-  float* row_state;  // (num_rows, heads, 2), or for float32 (num_rows, heads, 4)
+  float* row_state;  // scratch (num_rows, heads, 2), or for float32 (num_rows, heads, 4): log-sum-exp and
+                     // delta (RowState of attention_bsb_backward.cu)
   float* partial_q;  // (num_slots, 8, heads * head_width)
   float* partial_k;  // (num_slots of the transposed structure, 8, heads * head_width)
   float* partial_v;  // (num_slots of the transposed structure, 8, heads * value_width)
@@ -575,10 +580,10 @@ FASTSPARSE_ARGUMENTS(AttentionCsrBackwardArgs, FIELDS(forward), AS(transposed, a
 
 // Attention on CUDA with edge features a_ij, in the caller's edge order. w is the softmax of s over the row,
 // after dropout.
-//   Dot products: s_ij,h = scale (<q_i,h , k_j,h> + <q_edge_i,h , a_ij>) + bias_ij,h, out_i,h = sum_j w v_j,h
-//   and out_edge_i,h = sum_j w a_ij.
+//   Dot products: s_ij,h = scale <q_i,h , k_j,h + W_h a_ij> + bias_ij,h, out_edge_i,h = sum_j w a_ij and
+//   out_i,h = sum_j w v_j,h + W_h out_edge_i,h.
 //   GATv2: s_ij,h = <att_h , leaky_relu(q_i,h + k_j,h + W_h a_ij)>, out_i,h = sum_j w v_j,h with v = k.
-// Rows of head_width and of edge_width elements are multiples of 16 bytes and of 4 features.
+// Rows of head_width elements are multiples of 16 bytes, and edge_width is a multiple of 4.
 struct EdgeAttentionInput {
   bool gatv2;
   DenseView q;       // (num_rows, heads * head_width)
@@ -587,7 +592,7 @@ struct EdgeAttentionInput {
   const void* edge;  // (num_values, edge_width) in dtype
   const void* att;   // (heads * head_width) in the accumulation type; GATv2 only
   // W transposed. GATv2: (edge_width, heads * head_width) in the accumulation type. Dot products:
-  // (edge_width, chunks, heads, lanes, 16 bytes) in dtype.
+  // (edge_width, chunks, heads, lanes, 16 bytes) in dtype (LaneWeights of edge_attention.cuh).
   const void* weight;
   EdgeValueView bias;  // null data: 0; dot products only
   double scale;        // dot products: factor of the scores; otherwise: slope of the leaky ReLU
@@ -616,8 +621,9 @@ struct EdgeAttentionArgs {
 FASTSPARSE_ARGUMENTS(EdgeAttentionArgs, AS(structure, a), ALSO(split),
                      FIELDS(input, out, out_edge, lse, partial, partial_edge, partial_state));
 
-// The row pass stores two numbers per edge and head, work = {w, dS}, so that the column pass is a weighted
-// sum. For GATv2, it also stores the signs of the leaky ReLU's argument, one bit per feature.
+// The row pass stores two numbers per edge and head, work = {w, dS}: the weight and the gradient of the
+// score. So the column pass is a weighted sum. For GATv2, the row pass also stores the signs of the leaky
+// ReLU's argument, one bit per feature.
 struct EdgeAttentionBackwardArgs {
   CsrView a;
   RowSplitView split;
@@ -635,7 +641,9 @@ struct EdgeAttentionBackwardArgs {
   void* grad_k;
   void* grad_v;         // null for GATv2, where it is part of the gradient of k
   void* grad_q_edge;    // dot products only
-  void* grad_features;  // (parts, num_values, edge_width) in the accumulation type; null: not computed
+  void* grad_features;  // (num_values, edge_width) in dtype if one group of lanes has all heads; otherwise
+                        // (groups, num_values, edge_width) in the accumulation type, and the gradient is the
+                        // sum over groups of heads; null: not computed
   void* grad_att;       // (att_rows, heads * head_width) in the accumulation type; the gradient is the sum of
                         // these rows
   void* grad_weight;  // (weight_rows, edge_width, heads * head_width) in the accumulation type; the gradient
@@ -693,7 +701,8 @@ struct MultiAggregateArgs {
   void* mean;  // (num_rows, width) in the accumulation type, null: not stored
   void* ties;  // (num_rows, 2, width) in the accumulation type: number of entries that equal the maximum, and
                // the minimum; null: not stored
-  void* partial;  // (num_slots, 6, width), then (num_slots), in the accumulation type; CUDA only
+  void* partial;  // in the accumulation type, for n slots of `split`: (n, 6, width), the states of slices,
+                  // then (n), their numbers of entries; CUDA only
 };
 FASTSPARSE_ARGUMENTS(MultiAggregateArgs, AS(structure, a), ALSO(split),
                      FIELDS(input, out, mean, ties, partial));
@@ -719,12 +728,13 @@ struct MultiAggregateBackwardArgs {
   void* grad_src;       // (num_cols, width), null: not computed
   void* grad_dst;       // (num_rows, width), null: not computed
   void* grad_edge;    // with `weight`: (parts, num_values, edge_width) in the accumulation type, one part per
-                      // 128 features; otherwise (num_values, width) in dtype; null: not computed
+                      // 128 features, and the gradient is the sum of the parts; otherwise (num_values, width)
+                      // in dtype; null: not computed
   void* grad_weight;  // (weight_parts, edge_width, width) in the accumulation type; the gradient is the sum
                       // of its parts; null: not computed
   std::int64_t weight_parts;
   std::int64_t num_values;
-  void* partial;  // (num_slots of the transpose, width) in the accumulation type; CUDA only
+  void* partial;  // (number of slots of `split_t`, width) in the accumulation type; CUDA only
 };
 FASTSPARSE_ARGUMENTS(MultiAggregateBackwardArgs, AS(structure, a), ALSO(split), AS(transposed, a_t),
                      ALSO(split_t),
@@ -771,16 +781,17 @@ struct SegmentReduceArgs {
   Dtype dtype;
 };
 
-// Windows of `height` rows, at most 64. The entries of a window are sorted by source, then by row. An entry
-// is 64 * source + (row within the window). Its highest bit is set if all entries of the source are in one
-// strip. Slices are sorted by block of sources.
+// Row panels: windows of `height` rows, at most 64. Sources are divided into blocks of consecutive sources.
+// The entries of a window and a block are sorted by source, then by row. An entry is 64 * source + (row
+// within the window). Its highest bit is set if all entries of the source are in one strip, which is the part
+// of a slice that one group of lanes sums. Slices are sorted by block.
 struct RowPanelsView {
   const std::uint32_t* entry;  // (num_edges)
   const void* value_id;        // (num_edges) position in the caller's edge order; null without values
   bool value_id_is_64bit;
   const std::int32_t* other_source;  // (num_other) sources without entries, or whose entries lack that bit
   std::int64_t num_other;
-  const RowSlice* slices;  // entries of one window for one thread block; the target is the window
+  const RowSlice* slices;  // entries of one window and block for one thread block; the target is the window
   std::int64_t num_slices;
   std::int32_t height;
   std::int32_t strip;  // number of entries that one lane group sums; slices are cut between strips
@@ -1004,7 +1015,8 @@ struct MaskRowsArgs {
 FASTSPARSE_ARGUMENTS(MaskRowsArgs, FIELDS(dense), NUM_ROWS(num_rows), WIDTH(width), DTYPE(dtype),
                      FIELDS(kept, out));
 
-// Dense rows from CBSR: the values at their column ids, and 0 in the other columns.
+// Dense rows from CBSR: the values at their column ids, and 0 in the other columns. Ids that are not below
+// the width are ignored.
 struct CbsrToDenseArgs {
   const void* values;  // (num_rows, k)
   const void* ids;     // (num_rows, k): uint8 if width <= 256, else uint16
@@ -1017,7 +1029,7 @@ struct CbsrToDenseArgs {
 FASTSPARSE_ARGUMENTS(CbsrToDenseArgs, FIELDS(width), MATRIX(values), NUM_ROWS(num_rows), WIDTH(k),
                      DTYPE(dtype), FIELDS(ids, out));
 
-// The entries of dense rows at the column ids of a CBSR matrix.
+// The entries of dense rows at the column ids of a CBSR matrix; 0 for ids that are not below the width.
 struct CbsrGatherArgs {
   DenseView dense;  // (num_rows, width)
   const void* ids;  // (num_rows, k): uint8 if width <= 256, else uint16
@@ -1049,7 +1061,8 @@ struct SsdArgs {
   const void* bias;
   void* out;      // (num_rows, width)
   void* partial;  // (num_slots, width) in the accumulation type; CUDA only
-  void* packed;   // (num_cols of a, k) scratch for packed entries, k <= 32; null: not packed; CUDA only
+  void* packed;   // (num_cols of a, k) scratch for packed entries of 4 bytes, k <= 32; null: not packed; CUDA
+                  // only
   std::int64_t width;
   std::int64_t k;
   Dtype dtype;
