@@ -104,6 +104,7 @@ class PartitionedAdjacency(Adjacency):
     ) -> None:
         """Stores parts without checking them; the ``from_*`` constructors check and convert. Collective."""
         self.rows = rows
+        self.rows.usage.scattered = None  # no gradients with atomics, so that every run gives the same bits
         self.exchange = exchange
         self.partition = partition
         self.rank = rank
