@@ -209,7 +209,7 @@ def _with_index(device: torch.device | str | int) -> torch.device:
 
 
 def cache_info() -> CacheInfo:
-    """Returns hits, misses, entries and bytes of the cache of converted graphs.
+    """Returns hits, misses, stale entries, entries and bytes of the cache of converted graphs.
 
     Returns:
         The counters since the last :func:`clear_cache`.
@@ -227,7 +227,7 @@ def cache_info() -> CacheInfo:
 
 
 def clear_cache() -> None:
-    """Frees every cached structure; layers rebuild what they need.
+    """Frees every cached structure and resets the counters; layers rebuild what they need.
 
     Example:
         >>> from fastsparse_dgl import cache_info, clear_cache
