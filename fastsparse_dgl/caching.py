@@ -166,8 +166,9 @@ def prepare(
 ) -> Adjacency:
     """Converts a graph now, and builds what layers would build in their first forward and backward pass.
 
-    The layers find the result in the cache, so you may ignore the returned Adjacency. You can also pass it to
-    any layer in place of the graph, which ``torch.compile`` requires.
+    The layers find the result in the cache, so you may ignore the returned Adjacency. You can also pass it in
+    place of the graph to every layer except ``FastHeteroGraphConv``. Under ``torch.compile``, pass it,
+    because a DGLGraph causes graph breaks.
 
     Args:
         graph: DGLGraph (homogeneous, block, bipartite or batched), or an Adjacency.

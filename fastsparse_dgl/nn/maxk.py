@@ -68,8 +68,8 @@ class FastMaxKGraphConv(FastGraphConv):
     After `MaxK-GNN <https://arxiv.org/abs/2312.08656>`_, section 3: ``FastMaxKGraphConv(F, G, k)`` gives the
     result of ``GraphConv(F, G)`` for ``MaxK(k)(feat)``. In a stack of layers MaxK replaces the activation;
     put a linear layer in front of the stack. Only the k kept entries of each row are gathered
-    (:func:`fastsparse_core.ssd`). The exception is a large k on a GPU (more than a quarter of the features, or
-    an eighth in 16 bits), for which dense rows are faster. Parameters and state_dict are those of
+    (:func:`fastsparse_core.ssd`). The exception is a large k on a GPU (more than a quarter of the features,
+    or an eighth in 16 bits), for which dense rows are faster. Parameters and state_dict are those of
     :class:`dgl.nn.pytorch.GraphConv`.
 
     Args:

@@ -58,7 +58,8 @@ class FastHGTConv(AttentionConv, HGTConv):
 
         Args:
             x_dict: node features (N, F) by type, all float64, float32, float16 or bfloat16.
-            edge_index_dict: edges (2, E) by type. With a sparse matrix or an Adjacency, PyG's code runs.
+            edge_index_dict: edges (2, E) by type. With sparse matrices or Adjacencies, and under
+                ``torch.compile``, PyG's code runs.
 
         Returns:
             Node features (N, F_out) by type, for the node types with incoming edge types.
