@@ -49,9 +49,9 @@ def sddmm(
         algorithm: which kernel runs. If it does not support the call, ``"csr"`` runs, with a warning:
 
             - ``"csr"``: on CUDA cores, or on the CPU.
-            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.5), on CUDA, if rows and heads are
-              multiples of 16 bytes. Float32 uses two TF32 terms, or one if
-              ``torch.set_float32_matmul_precision`` allows TF32.
+            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.5), for float32, float16 and
+              bfloat16 on CUDA, if rows and heads are multiples of 16 bytes. Float32 uses two TF32 terms, or
+              one if ``torch.set_float32_matmul_precision`` allows TF32.
             - ``"auto"``: flashsparse for one head of more than 64 bytes of 16-bit features per node, if the
               structure is not small and was prepared, or was used so often that the conversion pays off.
               Otherwise csr.

@@ -74,11 +74,11 @@ def spmm(
         relu: whether to apply ReLU to the result in the same pass.
         algorithm: which kernel runs. If it does not support the call, ``"csr"`` runs, with a warning:
 
-            - ``"csr"``: rows, cut into slices of bounded length, on CUDA cores (HR-SpMM 4.1, RoDe). If all
-              sources fit shared memory, they are gathered from there.
-            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.2-3.4), on CUDA and for widths
-              that allow 16-byte accesses. Float32 uses two TF32 terms, or one if
-              ``torch.set_float32_matmul_precision`` allows TF32.
+            - ``"csr"``: rows, cut into slices of bounded length, on CUDA cores (HR-SpMM 4.1, RoDe) or on the
+              CPU. If all sources fit into shared memory, they are gathered from there.
+            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.2-3.4), for float32, float16 and
+              bfloat16 on CUDA, and for widths that allow 16-byte accesses. Float32 uses two TF32 terms, or
+              one if ``torch.set_float32_matmul_precision`` allows TF32.
             - ``"tca"``: matricised dot products on tensor cores, read from CSR (TCA-SpMM 4.1-4.2), for
               float16 and bfloat16 on CUDA, with at most one value per edge. Values are rounded to the dtype
               of ``x``.
