@@ -545,7 +545,7 @@ class PartitionedAdjacency(Adjacency):
         return self._scales.get(scale_src, accumulation_dtype(x.dtype), fetch)
 
     def prepare(self, *, backward: bool = True) -> PartitionedAdjacency:
-        """Builds all formats that the operators need; returns self.
+        """Builds the formats that calls without edge values need; returns self.
 
         Args:
             backward: if True, also builds the formats that the backward pass needs.
