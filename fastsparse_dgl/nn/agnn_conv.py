@@ -16,7 +16,7 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
     r"""Drop-in replacement of :class:`dgl.nn.pytorch.AGNNConv`.
 
     From Thekumparampil et al., `Attention-based Graph Neural Network for Semi-Supervised Learning
-    <https://arxiv.org/abs/1803.03735>`_, section 3:
+    <https://arxiv.org/abs/1803.03735>`_:
 
     .. math::
         \mathbf{h}_i' = \sum_{j \in \mathcal{N}(i)} p_{ij} \mathbf{h}_j, \qquad
