@@ -64,7 +64,9 @@ def capture(step: Any = None) -> Any:
       four recorded sizes, or there is too little memory;
     - batches would be padded under ``torch.use_deterministic_algorithms(True)``;
     - it calls DGL's own layers on batches or blocks, its argument is a DGL batch of heterogeneous graphs, or
-      a batch is inside a list or dictionary (pass it as an argument).
+      a batch is inside a list or dictionary (pass it as an argument);
+    - it gets several batches, a changing argument requires a gradient, or gradients are sparse;
+    - it returns a tensor that requires a gradient, and does not call ``backward()`` (capture the model).
 
     Args:
         step: a function with any arguments that includes the optimizer's step, or a model. The forward and
