@@ -51,7 +51,8 @@ def attention(
         \quad \text{for every head}
 
     With edge features :math:`\mathbf{a}_{ij}`, :math:`\mathbf{W} \mathbf{a}_{ij}` is added to
-    :math:`\mathbf{k}_j` and :math:`\mathbf{v}_j` without being stored (docs/dev/edge_features.md).
+    :math:`\mathbf{k}_j` and :math:`\mathbf{v}_j` without being stored (on CUDA, for up to 512 features per
+    edge).
 
     Args:
         adj: structure (num_dst, num_src).
@@ -251,7 +252,8 @@ def gatv2_attention(
             The mask follows ``torch.manual_seed``.
         algorithm: as for :func:`additive_attention`.
         edge_attr: features :math:`\mathbf{e}_{ij}` of the edges, as for :func:`attention`. The argument of
-            the leaky ReLU becomes :math:`\mathbf{x}_i + \mathbf{z}_j + \mathbf{W} \mathbf{e}_{ij}`.
+            the leaky ReLU becomes :math:`\mathbf{x}_i + \mathbf{z}_j + \mathbf{W} \mathbf{e}_{ij}`. On CUDA,
+            the fused kernel supports up to 32 features per edge.
         edge_weight: :math:`\mathbf{W}`, (H * D, A), in the dtype of ``x_dst``, with ``edge_attr``.
 
     Returns:
