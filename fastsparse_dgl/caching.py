@@ -166,8 +166,9 @@ def prepare(
 ) -> Adjacency:
     """Converts a graph now, and builds what layers would build in their first forward and backward pass.
 
-    The layers find the result in the cache, so you may ignore the returned Adjacency. You can also pass it to
-    any layer in place of the graph, which ``torch.compile`` requires.
+    The layers find the result in the cache, so you may ignore the returned Adjacency. You can also pass it in
+    place of the graph to every layer except ``FastHeteroGraphConv``. Under ``torch.compile``, pass it,
+    because a DGLGraph causes graph breaks.
 
     Args:
         graph: DGLGraph (homogeneous, block, bipartite or batched), or an Adjacency.
@@ -209,7 +210,7 @@ def _with_index(device: torch.device | str | int) -> torch.device:
 
 
 def cache_info() -> CacheInfo:
-    """Returns hits, misses, entries and bytes of the cache of converted graphs.
+    """Returns hits, misses, stale entries, entries and bytes of the cache of converted graphs.
 
     Returns:
         The counters since the last :func:`clear_cache`.
@@ -227,7 +228,7 @@ def cache_info() -> CacheInfo:
 
 
 def clear_cache() -> None:
-    """Frees every cached structure; layers rebuild what they need.
+    """Frees every cached structure and resets the counters; layers rebuild what they need.
 
     Example:
         >>> from fastsparse_dgl import cache_info, clear_cache

@@ -54,7 +54,8 @@ def accelerate(model: Module, *, show: bool = True) -> core.Report:
 def restore(model: Module) -> None:
     """Turns every drop-in layer of a model back into DGL's, in place; undoes :func:`accelerate`.
 
-    Layers that were created as drop-ins also become DGL's, so the model no longer needs FastSparse.
+    Layers that were created as drop-ins also become DGL's, so the model no longer needs FastSparse. The
+    exceptions are the MaxK layers and ``GraphTransformerLayer``, which DGL does not have.
 
     Args:
         model: any module, also a single layer.

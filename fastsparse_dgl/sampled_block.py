@@ -32,7 +32,7 @@ class SampledBlock:
     DGL's wheels from PyPI cannot create a graph on a GPU. Drop-in layers and
     :class:`fastsparse_dgl.FastHeteroGraphConv` accept this object as a graph. Message passing and layers
     without a drop-in need :func:`fastsparse_dgl.enable`: for all other methods of DGL's blocks, a DGL block
-    that shares the data is then created on demand. ``to("cpu")`` always returns a DGL block.
+    that shares the data is then created on demand. ``to("cpu")`` returns a DGL block.
 
     As in DGL, a block of a sampler has all data of the graph; a feature is gathered when it is first read.
 

@@ -40,20 +40,20 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
     Layers are found in containers of any kind: nested modules, ``Sequential``, ``ModuleList``,
     ``HeteroConv``, the result of ``to_hetero``, and PyG's models. :func:`restore` undoes it.
 
-    A layer without a drop-in, such as your own, keeps its code. FastSparse changes how features are gathered
-    per edge and how messages are reduced per node (without atomics). If ``message()`` only copies the
-    source's features, weighted or not, no messages are stored. The report shows what computes each layer, and
-    why a layer was not replaced. Call this function before ``torch.jit``. Under ``torch.compile``, layers
-    without a drop-in run PyG's code.
+    A layer without a drop-in, such as your own, keeps its code, and so does a module that gathers and
+    scatters by hand. FastSparse changes how features are gathered per edge and how messages are reduced per
+    node (without atomics). If ``message()`` only copies the source's features, weighted or not, no messages
+    are stored. The report shows what computes each layer, and why a layer was not replaced. Call this
+    function before ``torch.jit``. Under ``torch.compile``, layers without a drop-in run PyG's code.
 
     Args:
         model: any module, also a single layer.
         show: whether to print the report.
         verify: whether every layer compares its first call on a kernel with PyG's own code: outputs, and
-            gradients of inputs and parameters for a random output gradient. If they differ, the call raises
-            an error and the layer is restored, so the next call runs PyG's code. If the first calls fall back
-            to PyG's code, for example on small graphs, a log record reports this, and the first later call
-            that runs on a kernel is compared.
+            gradients of inputs and parameters for a random output gradient, all without dropout. If they
+            differ, the call raises a :class:`VerificationError` and the layer is restored, so the next call
+            runs PyG's code. If the first calls fall back to PyG's code, for example on small graphs, a log
+            record reports this, and the first later call that runs on a kernel is compared.
 
     Returns:
         The report: one row per graph layer; ``print`` shows it as a table.
@@ -80,7 +80,8 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
 def restore(model: Module) -> None:
     """Turns every drop-in layer of a model back into PyG's, in place; undoes :func:`accelerate`.
 
-    Layers that were created as drop-ins also become PyG's, so the model no longer needs FastSparse.
+    Layers that were created as drop-ins also become PyG's, so the model no longer needs FastSparse. The
+    exceptions are the MaxK layers, ``GraphTransformerLayer`` and :class:`FastLightGCN`, which stay.
 
     Args:
         model: any module, also a single layer.

@@ -38,9 +38,10 @@ def prepare(
             torch.sparse matrix or SparseTensor (rows = destinations), or an Adjacency.
         num_nodes: number of nodes, or (number of sources, number of destinations) like PyG's `size`; None:
             taken from the data or the matrix, else the largest index + 1.
-        add_self_loops: whether to add the self loops that FastGCNConv, FastGATConv, FastGATv2Conv and
-            FastAGNNConv need. These layers also accept a structure without loops: they add them once and
-            cache the result, except under `torch.compile`. Other layers use the structure unchanged.
+        add_self_loops: whether to add the self loops that layers with ``add_self_loops=True`` need, such as
+            FastGCNConv, FastSGConv and FastGATConv. These layers also accept a structure without loops: they
+            add them once and cache the result, except under `torch.compile`. Other layers use the structure
+            unchanged.
         flow: flow of the layers, for edge lists.
         backward: whether to also build the data for the backward pass.
 

@@ -103,6 +103,7 @@ _watcher = _Watcher()
 def after_import(package: str, action: Callable[[], Any]) -> None:
     """Calls a function once after a package is imported; immediately if it was imported already.
 
+    If an import finds that the package is not installed, the function is called too, before the import fails.
     If the function raises an error, a line on stderr says so, and the import continues.
 
     Args:
@@ -122,11 +123,11 @@ def after_import(package: str, action: Callable[[], Any]) -> None:
 
 
 def in_place_of(package: str, action: Callable[[], Any]) -> None:
-    """Calls a function when a missing package is imported; it must put a module into ``sys.modules``.
+    """Calls a function when a missing package is imported.
 
     Args:
         package: name of the package.
-        action: the function, without arguments.
+        action: the function, without arguments. It must put a module of this name into ``sys.modules``.
 
     Example:
         >>> import sys, types

@@ -49,7 +49,7 @@ class DataLoader(dgl.dataloading.DataLoader):
     most outgoing edges. If DGL was built without CUDA, blocks are :class:`fastsparse_dgl.SampledBlock`, which
     drop-in layers accept.
 
-    With another sampler or without a GPU, DGL's loader runs.
+    With another sampler, or if ``device`` is not a GPU, DGL's loader runs.
 
     Args:
         graph: DGLGraph.

@@ -51,14 +51,15 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
     r"""Drop-in replacement of :class:`dgl.dataloading.NeighborSampler`, also on GPUs with a CPU build of DGL.
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
-    section 3.1. With :class:`fastsparse_dgl.DataLoader` and a GPU, it samples on the GPU. Otherwise it
-    samples in C++ threads, also in DGL's ``DataLoader`` and its worker processes. As in DGL, every hop
-    samples neighbours for all nodes found so far, not only for new ones. Random numbers come from PyTorch's
-    generator, so ``torch.manual_seed`` makes batches repeatable.
+    section 3.1. With :class:`fastsparse_dgl.DataLoader` and ``device`` a GPU, it samples on the GPU.
+    Otherwise it samples in C++ threads, also in DGL's ``DataLoader`` and its worker processes. As in DGL,
+    every hop samples neighbours for all nodes found so far, not only for new ones. Random numbers come from
+    PyTorch's generator, so ``torch.manual_seed`` makes batches repeatable.
 
-    DGL's own code runs for ``edge_dir="out"`` and for excluded edges. With ``edge_dir="out"``, its blocks can
-    have node ids that are out of range, on which DGL's layers write outside of their memory. Such a block is
-    an error here. To sample outgoing edges, pass ``dgl.reverse(graph)`` to a sampler with ``edge_dir="in"``.
+    DGL's own code runs for ``edge_dir="out"``, for excluded edges, and for graphs on a GPU if DGL was built
+    with CUDA. With ``edge_dir="out"``, its blocks can have node ids that are out of range, on which DGL's
+    layers write outside of their memory. Such a block is an error here. To sample outgoing edges, pass
+    ``dgl.reverse(graph, copy_edata=True)`` to a sampler with ``edge_dir="in"``.
 
     Args:
         fanouts: number of neighbours per layer, starting with the first layer; -1: all. An item may be a dict

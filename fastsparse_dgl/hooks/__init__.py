@@ -22,8 +22,8 @@ def enable(*, report: bool = False, _devices: tuple[str, ...] | None = None) -> 
 
     After the call, ``update_all``, ``apply_edges``, ``edge_softmax``, the readouts and every layer of
     ``dgl.nn`` run on FastSparse's operators, on the CPU and on CUDA. A layer with a drop-in becomes the
-    drop-in when it is first called, as with :func:`~fastsparse_dgl.accelerate`. After
-    :func:`~fastsparse_dgl.restore` it is not replaced again. It is pickled and copied as the original layer.
+    drop-in when it is first called, as with :func:`~fastsparse_dgl.accelerate`. A replaced layer is pickled
+    and copied as the original layer. After :func:`~fastsparse_dgl.restore`, a layer is not replaced again.
 
     ``graph.to("cuda")`` also works with DGL's wheels from PyPI, built without CUDA: the structure stays on
     the host for DGL's functions, and the operators use a copy on the GPU. Node and edge data are on the GPU.
@@ -32,7 +32,8 @@ def enable(*, report: bool = False, _devices: tuple[str, ...] | None = None) -> 
     ``DataLoader``, ``GraphDataLoader``, ``NeighborSampler`` and ``MultiLayerFullNeighborSampler`` of
     ``dgl.dataloading`` are replaced by those of this package, also in modules that imported them before.
 
-    A second call changes nothing. :func:`disable` undoes it. The environment variable
+    A second call changes nothing, except that ``report=True`` drops earlier records and starts recording.
+    :func:`disable` undoes all calls. The environment variable
     ``FASTSPARSE_DISABLE=dgl`` turns this function off, ``FASTSPARSE_DISABLE=loaders`` keeps DGL's loaders,
     and ``FASTSPARSE_DISABLE=layers`` keeps DGL's layers. Spawned processes must call this function
     themselves; forked processes inherit the replacements.

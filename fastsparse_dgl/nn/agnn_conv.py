@@ -16,7 +16,7 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
     r"""Drop-in replacement of :class:`dgl.nn.pytorch.AGNNConv`.
 
     From Thekumparampil et al., `Attention-based Graph Neural Network for Semi-Supervised Learning
-    <https://arxiv.org/abs/1803.03735>`_, section 3:
+    <https://arxiv.org/abs/1803.03735>`_:
 
     .. math::
         \mathbf{h}_i' = \sum_{j \in \mathcal{N}(i)} p_{ij} \mathbf{h}_j, \qquad
@@ -50,7 +50,6 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
             feat: node features (N, ..., F), float64, float32, float16 or bfloat16, or a pair of source and
-
                 destination features whose shapes differ only in the number of rows. Dimensions between the
                 nodes and the width F count as heads.
 
@@ -58,7 +57,8 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
             Node features (number of destinations, ..., F).
 
         Raises:
-            DGLError: sizes do not fit, or a node has no incoming edge.
+            DGLError: sizes do not fit, or a node has no incoming edge and
+                ``allow_zero_in_degree`` is False.
         """
         adjacency, source, given = self._structure(graph, feat)
         destination = self._destination(graph, adjacency, source, given)

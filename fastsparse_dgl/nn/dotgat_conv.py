@@ -62,7 +62,8 @@ class FastDotGatConv(AggregationMixin, dgl.nn.pytorch.DotGatConv):
             attention (E, ..., num_heads, 1) in the order of the edge ids.
 
         Raises:
-            DGLError: sizes do not fit, or a node has no incoming edge.
+            DGLError: sizes do not fit, or a node has no incoming edge and
+                ``allow_zero_in_degree`` is False.
         """
         adjacency, source, given = self._structure(graph, feat)
 

@@ -101,7 +101,8 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
             attention (E, num_heads, 1) in the order of the edge ids, after dropout.
 
         Raises:
-            DGLError: sizes or devices do not fit, or a node has no incoming edge.
+            DGLError: sizes or devices do not fit, or a node has no incoming edge and
+                ``allow_zero_in_degree`` is False.
         """
         adjacency, source, given = self._structure(graph, feat)
         if source.dim() != 2:

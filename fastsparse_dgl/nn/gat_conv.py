@@ -80,7 +80,8 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
             and ``edge_weight``.
 
         Raises:
-            DGLError: sizes or devices do not fit, or a node has no incoming edge.
+            DGLError: sizes or devices do not fit, or a node has no incoming edge and
+                ``allow_zero_in_degree`` is False.
         """
         adjacency, source, given = self._structure(graph, feat)
 

@@ -70,7 +70,8 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
             attention (E, ..., num_heads, 1) in the order of the edge ids, after dropout.
 
         Raises:
-            DGLError: sizes do not fit, or a node has no incoming edge.
+            DGLError: sizes do not fit, or a node has no incoming edge and
+                ``allow_zero_in_degree`` is False.
         """
         adjacency, source, given = self._structure(graph, feat)
 

@@ -79,7 +79,8 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
             (number of destinations, ..., out_feats).
 
         Raises:
-            DGLError: sizes, devices or options do not fit, or a node has no incoming edge.
+            DGLError: sizes, devices or options do not fit, or a node has no incoming edge and
+                ``allow_zero_in_degree`` is False.
         """
         adjacency, source, _ = self._structure(graph, feat)
         if self._norm in ("both", "left") and not source.is_floating_point():

@@ -68,7 +68,9 @@ class FastMaxKGraphConv(FastGraphConv):
     After `MaxK-GNN <https://arxiv.org/abs/2312.08656>`_, section 3: ``FastMaxKGraphConv(F, G, k)`` gives the
     result of ``GraphConv(F, G)`` for ``MaxK(k)(feat)``. In a stack of layers MaxK replaces the activation;
     put a linear layer in front of the stack. Only the k kept entries of each row are gathered
-    (:func:`fastsparse_core.ssd`). Parameters and state_dict are those of :class:`dgl.nn.pytorch.GraphConv`.
+    (:func:`fastsparse_core.ssd`). The exception is a large k on a GPU (more than a quarter of the features,
+    or an eighth in 16 bits), for which dense rows are faster. Parameters and state_dict are those of
+    :class:`dgl.nn.pytorch.GraphConv`.
 
     Args:
         in_feats: width of the input.
@@ -154,8 +156,8 @@ class FastMaxKSAGEConv(FastSAGEConv):
 
     After `MaxK-GNN <https://arxiv.org/abs/2312.08656>`_, section 3: ``FastMaxKSAGEConv(F, G, "mean", k)``
     gives the result of ``SAGEConv(F, G, "mean")`` for ``MaxK(k)(feat)``; see :class:`FastMaxKGraphConv`. With
-    ``"mean"`` and ``"gcn"`` the sparse rows are aggregated, with ``"pool"`` and ``"lstm"`` the dense MaxK
-    features.
+    ``"mean"`` and ``"gcn"`` the sparse rows are aggregated, unless k is large. With ``"pool"`` and
+    ``"lstm"``, the dense MaxK features are.
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).

@@ -30,15 +30,15 @@ _enabled: set[str] = set()
 def enable(parts: str | Iterable[str] | None = None, *, report: bool | str = False) -> None:
     """Runs PyG and products of ``torch.sparse`` matrices on FastSparse.
 
-    - ``"layers"``: each `MessagePassing` layer becomes a drop-in when it is first called, as with
-      :func:`~fastsparse_pyg.accelerate`. After :func:`~fastsparse_pyg.restore` it is not replaced again. It
-      is pickled and copied as the original layer.
+    - ``"layers"``: each `MessagePassing` layer is replaced when it is first called, as with
+      :func:`~fastsparse_pyg.accelerate`. A replaced layer is pickled and copied as the original layer. After
+      :func:`~fastsparse_pyg.restore`, a layer is not replaced again.
     - ``"scatter"``: ``scatter``, ``softmax``, ``segment``, ``degree`` and ``spmm`` of
       ``torch_geometric.utils``.
     - ``"pool"``: ``scatter``, ``softmax`` and ``segment`` where PyG's aggregations, global pools and
       normalisations call them.
     - ``"loaders"``: ``NeighborLoader``, ``LinkNeighborLoader`` and ``DataLoader``. Batches are on the GPU if
-      the script has used it when an epoch begins.
+      the script has used the GPU before the epoch begins, or if ``device`` says so.
     - ``"sparse_mm"``: ``torch.sparse.mm``, ``A @ x``, ``torch.mm`` and ``torch.addmm`` of COO, CSR and CSC
       matrices.
     - ``"shims"``: FastSparse's modules ``torch_scatter`` and ``torch_sparse``, if the script imports them and

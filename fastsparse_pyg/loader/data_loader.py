@@ -72,6 +72,9 @@ class DataLoader(PygDataLoader):
     Attributes:
         device: device of the batches.
 
+    Raises:
+        TypeError: ``dataset`` is a single graph.
+
     Example:
         >>> import torch
         >>> from fastsparse_pyg import DataLoader

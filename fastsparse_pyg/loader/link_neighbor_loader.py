@@ -30,6 +30,7 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
         others: as in PyG.
 
     Raises:
+        TypeError: ``num_neighbors`` or ``edge_label_index`` has another type.
         ValueError: an argument does not fit the data.
         ImportError: the arguments need PyG's own sampler, and pyg-lib is not installed.
 

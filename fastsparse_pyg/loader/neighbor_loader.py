@@ -26,13 +26,14 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
     ``batch_size``, ``input_id``, ``num_sampled_nodes``, ``num_sampled_edges``, ...). Their edges are sorted
     by destination, and drop-in layers reuse the sampler's structure.
 
-    If there is a GPU, the loader samples and gathers on the GPU, on a separate stream, two batches ahead, and
-    the batches are on the GPU. Features that take more than half of the free GPU memory stay on the host, and
-    only the rows of a batch are copied to the GPU. ``num_workers`` and related arguments are ignored. Without
-    a GPU, the loader samples in C++ threads, or in worker processes if ``num_workers`` is given.
+    If ``device`` is a GPU, which is the default if there is one, the loader samples and gathers on the GPU,
+    on a separate stream, two batches ahead, and the batches are on the GPU. Features that take more than half
+    of the free GPU memory stay on the host, and only the rows of a batch are copied to the GPU.
+    ``num_workers`` and related arguments are ignored. On the CPU, the loader samples in C++ threads, or in
+    worker processes if ``num_workers`` is given.
 
-    PyG's own sampler, which needs pyg-lib or torch-sparse, runs for ``time_attr``, your own
-    ``neighbor_sampler``, and graphs stored as ``adj_t``.
+    With ``time_attr``, and for graphs stored as ``adj_t``, PyG's own sampler runs, which needs pyg-lib or
+    torch-sparse. If you pass a ``neighbor_sampler``, it samples.
 
     Args:
         data: Data, HeteroData or (FeatureStore, GraphStore). Its ``edge_index`` may be an
@@ -47,6 +48,7 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
         others: as in PyG.
 
     Raises:
+        TypeError: ``num_neighbors`` or ``input_nodes`` has another type.
         ValueError: an argument does not fit the data.
         ImportError: the arguments need PyG's own sampler, and pyg-lib is not installed.
 

@@ -21,7 +21,7 @@ class FastAGNNConv(AttentionConv, AGNNConv):
         \mathbf{x}_i, \mathbf{x}_j) \right) \mathbf{x}_j
 
     From "Attention-based Graph Neural Network for Semi-Supervised Learning"
-    (https://arxiv.org/abs/1803.03735), section 4.2. Arguments, parameters, ``state_dict`` and results are the
+    (https://arxiv.org/abs/1803.03735). Arguments, parameters, ``state_dict`` and results are the
     same as PyG's. The layer is computed as dot-product attention (:func:`fastsparse_core.attention`) on
     normalised features, and nothing is stored per edge. Under autocast the result has the autocast dtype.
 

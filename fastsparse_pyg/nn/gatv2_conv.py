@@ -30,9 +30,10 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
     From "How Attentive are Graph Attention Networks?" (https://arxiv.org/abs/2105.14491), section 3.
     Arguments, parameters, ``state_dict`` and results are the same as PyG's. One operator
     (:func:`fastsparse_core.gatv2_attention`) computes scores, softmax, dropout and sum, and stores nothing
-    per edge. It also applies :math:`\mathbf{\Theta}_{e}` to up to 32 features per edge. With more features
-    per edge, or with ``return_attention_weights``, unfused operators run. Attention dropout draws a different
-    mask than PyG's layer. Under autocast the result has the autocast dtype.
+    per edge. It also applies :math:`\mathbf{\Theta}_{e}` to up to 32 features per edge (on the CPU, to any
+    number). With more features per edge, or with ``return_attention_weights``, unfused operators run.
+    Attention dropout draws a different mask than PyG's layer. Under autocast the result has the autocast
+    dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

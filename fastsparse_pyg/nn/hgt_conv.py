@@ -57,18 +57,23 @@ class FastHGTConv(AttentionConv, HGTConv):
         """Computes the new node features.
 
         Args:
-            x_dict: node features (N, F) by type.
-            edge_index_dict: edges (2, E) by type. For sparse matrices, PyG's code runs.
+            x_dict: node features (N, F) by type, all float64, float32, float16 or bfloat16.
+            edge_index_dict: edges (2, E) by type. With sparse matrices or Adjacencies, and under
+                ``torch.compile``, PyG's code runs.
 
         Returns:
             Node features (N, F_out) by type, for the node types with incoming edge types.
 
         Raises:
-            ValueError: sizes, dtypes or devices do not fit, or an index refers to a node that does not exist.
+            ValueError: sizes, dtypes or devices do not fit.
+            IndexError: an index refers to a node that does not exist.
         """
         reason = self._reason(x_dict, x_dict, edge_index_dict)
         if reason is not None:
-            edge_index_dict = {name: for_pyg(edges) for name, edges in edge_index_dict.items()}
+            edge_index_dict = {
+                name: self._written_back(edges) if isinstance(edges, Adjacency) else for_pyg(edges)
+                for name, edges in edge_index_dict.items()
+            }
             return self._original_forward(reason, x_dict, edge_index_dict)
         width = self.out_channels
         queries: list[Tensor] = []

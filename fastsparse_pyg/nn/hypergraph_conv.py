@@ -60,7 +60,8 @@ class FastHypergraphConv(FastConv, HypergraphConv):
             hyperedge_weight: weights of the hyperedges, floating (num_edges,).
             hyperedge_attr: features of the hyperedges (num_edges, F_in), in the dtype of ``x``, for
                 attention.
-            num_edges: number of hyperedges; None: the largest index + 1.
+            num_edges: number of hyperedges; None: the largest index + 1, for which the host waits for the
+                device. Under ``torch.compile``, PyG's code runs if it is None, and with attention.
 
         Returns:
             Node features (N, H * F_out) for H heads of attention, or (N, F_out) without attention or if

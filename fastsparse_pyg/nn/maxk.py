@@ -60,9 +60,11 @@ class FastMaxKGCNConv(FastGCNConv):
 
     From MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKGCNConv(F, G, k=k)`` gives the result of
     ``GCNConv(F, G)(MaxK(k)(x), ...)``. In a stack of layers MaxK replaces ReLU; put a linear layer in front
-    of the stack. Only the k kept entries of each row are gathered (:func:`fastsparse_core.ssd`). Parameters
-    and ``state_dict`` are those of :class:`~torch_geometric.nn.conv.GCNConv`. If PyG's own code has to run
-    (with message hooks or in explain mode), it gets the dense MaxK features.
+    of the stack. Only the k kept entries of each row are gathered (:func:`fastsparse_core.ssd`). The
+    exception is a large k on a GPU (more than a quarter of the features, or an eighth in 16 bits), for which
+    dense rows are faster. Parameters and ``state_dict`` are those of
+    :class:`~torch_geometric.nn.conv.GCNConv`. If PyG's own code has to run (with message hooks or in explain
+    mode), it gets the dense MaxK features.
 
     Args:
         in_channels: width of the input; -1: taken from the first call.
@@ -150,7 +152,8 @@ class FastMaxKSAGEConv(FastSAGEConv):
 
     From MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKSAGEConv(F, G, k=k)`` gives the result of
     ``SAGEConv(F, G)(MaxK(k)(x), ...)``; see :class:`FastMaxKGCNConv`. With ``aggr`` sum, add or mean and
-    without ``project``, the sparse rows are aggregated; otherwise the dense MaxK features are.
+    without ``project``, the sparse rows are aggregated, unless k is large; otherwise the dense MaxK features
+    are.
 
     Args:
         in_channels: width of the input, or a pair for sources and destinations; -1: taken from the first

@@ -29,7 +29,8 @@ class FastMFConv(FastConv, MFConv):
 
     From "Convolutional Networks on Graphs for Learning Molecular Fingerprints"
     (https://arxiv.org/abs/1509.09292). Degrees above ``max_degree`` use the weights of ``max_degree``. Nodes
-    are sorted by degree once per structure, not in every call. For sparse matrices, PyG's own code runs.
+    are sorted by degree once per structure, not in every call. For a ``SparseTensor`` and under
+    ``torch.compile``, PyG's own code runs. As in PyG, a ``torch.sparse`` matrix is not supported.
 
     Example:
         >>> import torch

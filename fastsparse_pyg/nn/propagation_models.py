@@ -55,6 +55,9 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
                 symmetric normalisation of the formula above.
             post_step: function that is applied to the labels after every step; None: labels are clamped to
                 the range from 0 to 1.
+
+        Returns:
+            Labels after the last step, a floating-point number per node and class.
         """
         labels = one_hot(y.view(-1)) if y.dtype == torch.long and y.size(0) == y.numel() else y
         out = labels

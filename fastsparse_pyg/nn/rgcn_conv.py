@@ -182,7 +182,8 @@ class FastRGCNConv(_RelationalConv, RGCNConv):
     pairs. Rows are sorted by relation, so the matrix of each relation multiplies consecutive rows. If it
     moves fewer numbers, the matrices are applied to the sources before the aggregation instead. The structure
     is built once for each pair of ``edge_index`` and ``edge_type``. An unknown edge type raises an
-    IndexError. With ``num_blocks``, and in captured steps, edges of unknown types are ignored.
+    IndexError. With ``num_blocks``, and in captured steps, edges of unknown types are ignored. Under
+    ``torch.compile``, PyG's code runs.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, indices :math:`(|\mathcal{V}|)`, None, or

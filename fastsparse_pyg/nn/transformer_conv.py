@@ -34,9 +34,9 @@ class FastTransformerConv(AttentionConv, TransformerConv):
     From "Masked Label Prediction: Unified Message Passing Model for Semi-Supervised Classification"
     (https://arxiv.org/abs/2009.03509), section 3.1. Arguments, parameters, ``state_dict`` and results are the
     same as PyG's. One operator (:func:`fastsparse_core.attention`) computes scores, softmax, dropout and sum,
-    and stores nothing per edge. Edge features are not projected per edge: :math:`\mathbf{W}_6` is applied to
-    the queries and to the weighted sum of edge features instead. Attention dropout draws a different mask
-    than PyG's layer. Under autocast the attention runs in the autocast dtype.
+    and stores nothing per edge. Edge features (on a GPU, up to 512 per edge) are not projected per edge:
+    :math:`\mathbf{W}_6` is applied to the queries and to the weighted sum of edge features instead. Attention
+    dropout draws a different mask than PyG's layer. Under autocast the attention runs in the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

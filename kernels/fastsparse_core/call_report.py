@@ -84,8 +84,9 @@ class CallReport:
 
     Attributes:
         rows: pairs of a row and its number of calls, the most frequent first.
-        times: measured times; None if no times were measured. The time of a layer includes the times of the
-            calls inside of the layer.
+        times: measured times, which :meth:`to_json` lists; None unless recording started with
+            ``fastsparse run --report=time`` or ``enable(report="time")`` of ``fastsparse_pyg``. The time of a
+            layer includes the times of the calls inside of the layer.
 
     Example:
         >>> import fastsparse_core
@@ -99,7 +100,7 @@ class CallReport:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """At most three pieces of advice, about the most frequent calls first.
+        """At most three pieces of advice: first about measured times, then about the most frequent calls.
 
         There is no advice about a call that mostly ran on a kernel, because the first call with a new index
         often runs without a kernel.
@@ -211,6 +212,8 @@ class CallReport:
 
 def report() -> CallReport:
     """Returns the calls since recording started, and what computed each of them.
+
+    ``fastsparse run --report`` and ``enable(report=True)`` of both plugins start recording.
 
     Returns:
         Numbers of calls by line, function and kernel; ``print`` shows them as a table.

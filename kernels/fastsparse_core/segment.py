@@ -45,18 +45,19 @@ def segment_reduce(
         rowptr: int32 or int64 (S + 1,), ascending from 0 to E. It is checked in the first call with this
             tensor, and again after in-place edits.
         reduce: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"mul"``, ``"var"`` or ``"std"``. Variance and
-            standard deviation divide by the number of rows (no Bessel correction).
+            standard deviation divide by the number of rows (no Bessel correction), and need floating-point
+            numbers.
         return_arg: if True, also returns the row of each maximum or minimum. Only for ``"max"`` and
             ``"min"``.
 
     Returns:
-        (S, ...) in the dtype of ``src``; 16-bit floating-point numbers are reduced in float32. The result of
-        an empty segment is 0, or 1 for products. With ``return_arg`` also int64 (S, ...): the first row that
-        has the maximum or minimum, or E for empty segments. The gradient of a maximum or minimum goes to this
-        row. The result is differentiable any number of times.
+        (S, ...) in the dtype of ``src``; 16-bit floating-point numbers are reduced in float32, and means of
+        integers are rounded down. The result of an empty segment is 0, or 1 for products. With ``return_arg``
+        also int64 (S, ...): the first row that has the maximum or minimum, or E for empty segments. The
+        gradient of a maximum or minimum goes to this row. The result is differentiable any number of times.
 
     Raises:
-        TypeError: a dtype is not supported.
+        TypeError: a dtype is not supported, or not by the reduction.
         ValueError: shapes, devices or ``rowptr`` do not fit together, the reduction is unknown, or
             ``return_arg`` is True for another reduction than ``"max"`` and ``"min"``.
 
@@ -108,8 +109,9 @@ def scatter(
     .. math::
         out_s = \bigoplus_{e : index_e = s} src_e
 
-    The index is sorted once, and the order is cached until the index tensor is changed or freed. Rows are
-    read in this order, without a sorted copy of ``src``. An ascending index needs no sort.
+    For floating-point numbers, the index is sorted once, and the order is cached until the index tensor is
+    changed or freed. Rows are read in this order, without a sorted copy of ``src``. An ascending index needs
+    no sort. For integers, PyTorch's ``scatter_reduce`` runs.
 
     Args:
         src: (E, ...), float64, float32, float16, bfloat16 or integer.
@@ -123,8 +125,9 @@ def scatter(
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: shapes or devices do not fit, an index is outside ``dim_size``, or the reduction is
-            unknown.
+        ValueError: shapes or devices do not fit, an index is negative or not below ``dim_size``, the
+            reduction is unknown, or ``return_arg`` is True for another reduction than ``"max"`` and
+            ``"min"``.
 
     Example:
         >>> import torch
@@ -156,7 +159,7 @@ def segment_softmax(src: Tensor, rowptr: Tensor) -> Tensor:
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: shapes, devices or ``rowptr`` do not fit.
+        ValueError: shapes, devices or ``rowptr`` do not fit, or there are more than 65535 features on CUDA.
 
     Example:
         >>> import torch
@@ -185,7 +188,7 @@ def scatter_softmax(src: Tensor, index: Tensor, dim_size: int | None = None) -> 
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: shapes, devices or indices do not fit.
+        ValueError: shapes, devices or indices do not fit, or there are more than 65535 features on CUDA.
 
     Example:
         >>> import torch
@@ -210,7 +213,8 @@ def gather_csr(src: Tensor, rowptr: Tensor, num_rows: int | None = None) -> Tens
         ``src`` is a sum over each segment.
 
     Raises:
-        ValueError: shapes, devices or ``rowptr`` do not fit.
+        TypeError: ``rowptr`` is not an int32 or int64 tensor.
+        ValueError: shapes, devices, ``rowptr`` or ``num_rows`` do not fit.
 
     Example:
         >>> import torch

@@ -440,6 +440,11 @@ def _repeat(rank: int, size: int, device: torch.device) -> None:
         grads.append(x.grad)
     assert torch.equal(grads[0], grads[1])
     assert torch.equal(grads[0], grads[2])
+    row, col = random_graph()
+    order = row.argsort(stable=True)  # in one process, these edges may get gradients with atomics
+    part = PartitionedAdjacency.from_coo(row[order], col[order], owners("blocks", size))
+    assert part.rows.edge_id is None
+    assert part.rows.usage.scattered is None
     gc.collect()
     gc.disable()
     try:

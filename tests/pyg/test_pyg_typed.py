@@ -432,6 +432,12 @@ def test_hgt_that_runs_pygs_code(device, reasons):
     lazy.k_rel.register_forward_hook(lambda *_: seen.append(1))
     lazy(x, edges)
     assert seen
+    structures = {
+        kind: Adjacency.from_coo(pairs[1], pairs[0], (SIZES[kind[2]], SIZES[kind[0]]))
+        for kind, pairs in edges.items()
+    }
+    for key, out in lazy(x, structures).items():
+        torch.testing.assert_close(out, first[key], rtol=1e-4, atol=1e-5)
     with pytest.raises(IndexError, match="edge_index_dict: expected source indices from 0 to 2"):
         FastHGTConv(6, 8, METADATA).to(device)({**x, "venue": x["venue"][:3]}, edges)
 

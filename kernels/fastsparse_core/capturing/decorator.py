@@ -42,9 +42,10 @@ def capture(step: Any = None) -> Any:
       same results and gradients as the plain step. The effects of this check are undone.
 
     Dropout and other random numbers of the GPU stay random. Learning rates are kept in tensors, so schedulers
-    outside the step change them as before. Adam, AdamW and SGD use their fused kernels. Results are copies
-    without gradient. A number that the step only returns is read after the replay: ``return loss.item()``,
-    ``return int(correct.sum()) / n``.
+    outside the step change them as before. If an optimizer cannot read them from tensors, a change records
+    the step again, at most eight times. Adam, AdamW and SGD use their fused kernels, unless you set
+    ``foreach``. Results are copies without gradient. A number that the step only returns is read after the
+    replay: ``return loss.item()``, ``return int(correct.sum()) / n``.
 
     A step that cannot be recorded runs unchanged. A :class:`SlowPathWarning` names the reason once, with the
     line of the step if it is known. The attribute ``captured.status`` of the function is ``"replaying"``,
@@ -62,7 +63,10 @@ def capture(step: Any = None) -> Any:
     - its arguments have more than 32 combinations of shapes, dtypes and numbers, a batch is larger than all
       four recorded sizes, or there is too little memory;
     - batches would be padded under ``torch.use_deterministic_algorithms(True)``;
-    - it calls DGL's own layers on batches or blocks, or its argument is a DGL batch of heterogeneous graphs.
+    - it calls DGL's own layers on batches or blocks, its argument is a DGL batch of heterogeneous graphs, or
+      a batch is inside a list or dictionary (pass it as an argument);
+    - it gets several batches, a changing argument requires a gradient, or gradients are sparse;
+    - it returns a tensor that requires a gradient, and does not call ``backward()`` (capture the model).
 
     Args:
         step: a function with any arguments that includes the optimizer's step, or a model. The forward and

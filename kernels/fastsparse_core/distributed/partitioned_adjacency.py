@@ -60,10 +60,12 @@ class PartitionedAdjacency(Adjacency):
     the product with its transpose. Wide features are sent in tiles of columns: the product of
     :math:`\mathbf{A}_{rh}` with one tile runs while the next tile is sent. Attention needs all neighbours of
     a row at once, so it waits for the exchange and uses the concatenated rows. Results equal the results of
-    one process up to rounding, and have the same bits in every run, because no atomics are used.
+    one process up to rounding. Results and gradients have the same bits in every run, because no atomics are
+    used.
 
     The constructors and all operators are collective: all processes must call them in the same order. The
-    structure cannot be transposed, saved or moved. PyG's and DGL's own code and ``ssd`` do not support it.
+    structure cannot be transposed, saved or moved. PyG's and DGL's own code and ``ssd`` do not support it,
+    and second derivatives raise an error.
 
     Attributes:
         rows: structure (local nodes, local nodes + halo); its columns are the own nodes, then the halo.
@@ -104,6 +106,7 @@ class PartitionedAdjacency(Adjacency):
     ) -> None:
         """Stores parts without checking them; the ``from_*`` constructors check and convert. Collective."""
         self.rows = rows
+        self.rows.usage.scattered = None  # no gradients with atomics, so that every run gives the same bits
         self.exchange = exchange
         self.partition = partition
         self.rank = rank
@@ -542,7 +545,7 @@ class PartitionedAdjacency(Adjacency):
         return self._scales.get(scale_src, accumulation_dtype(x.dtype), fetch)
 
     def prepare(self, *, backward: bool = True) -> PartitionedAdjacency:
-        """Builds all formats that the operators need; returns self.
+        """Builds the formats that calls without edge values need; returns self.
 
         Args:
             backward: if True, also builds the formats that the backward pass needs.

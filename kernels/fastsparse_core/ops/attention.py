@@ -51,7 +51,8 @@ def attention(
         \quad \text{for every head}
 
     With edge features :math:`\mathbf{a}_{ij}`, :math:`\mathbf{W} \mathbf{a}_{ij}` is added to
-    :math:`\mathbf{k}_j` and :math:`\mathbf{v}_j` without being stored (docs/dev/edge_features.md).
+    :math:`\mathbf{k}_j` and :math:`\mathbf{v}_j` without being stored (on CUDA, for up to 512 features per
+    edge).
 
     Args:
         adj: structure (num_dst, num_src).
@@ -69,8 +70,9 @@ def attention(
             stores nothing per edge, and its backward pass recomputes the scores (Fused3S, section 3;
             FlashAttention-2). ``"csr"``: one pass over the CSR rows; the backward pass stores two numbers per
             edge and head. ``"unfused"``: sddmm, edge_softmax, dropout and spmm, one after the other.
-            ``"auto"``: csr for a new structure on CUDA, fused3s for one that is used often, and unfused if
-            neither supports the call.
+            ``"auto"``: on CUDA, csr until the structure was used often, and fused3s from then on, or from
+            the start for more than 4 million edges; unfused if neither supports the call. On the CPU, and
+            with edge features, there is only one fused kernel, which every name except ``"unfused"`` runs.
         edge_attr: :math:`\mathbf{a}`, (num_values, A) in the caller's edge order, or (num_values,) if A is 1;
             a floating tensor, cast to the dtype of ``q``.
         edge_weight: :math:`\mathbf{W}`, (H * D, A), in the dtype of ``q``, the weight of a linear layer. It
@@ -79,7 +81,7 @@ def attention(
     Returns:
         (num_dst, H, Dv), or (num_dst, H * Dv) if the arguments are matrices; 0 in rows without edges. The
         result is accumulated in float32 or wider, is deterministic, and is differentiable twice in all
-        tensors.
+        tensors. Gradients are deterministic too, with the first exception of :func:`spmm`.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -162,7 +164,9 @@ def additive_attention(
             (num_values, H), in the caller's edge order; in the dtype of ``v`` or float32.
         dropout_p: probability with which a weight is dropped; the others are scaled by 1 / (1 - dropout_p).
             The mask follows ``torch.manual_seed``.
-        algorithm: as for :func:`attention`.
+        algorithm: ``"unfused"``: edge_softmax, dropout and spmm, one after the other. All other names of
+            :func:`attention` run the fused kernel for these scores, or unfused if it does not support the
+            call.
 
     Returns:
         (num_dst, H, Dv), or (num_dst, H * Dv) if ``v`` is a matrix; 0 in rows without edges. The result is
@@ -246,9 +250,10 @@ def gatv2_attention(
         negative_slope: negative slope of the leaky ReLU.
         dropout_p: probability with which a weight is dropped; the others are scaled by 1 / (1 - dropout_p).
             The mask follows ``torch.manual_seed``.
-        algorithm: as for :func:`attention`.
+        algorithm: as for :func:`additive_attention`.
         edge_attr: features :math:`\mathbf{e}_{ij}` of the edges, as for :func:`attention`. The argument of
-            the leaky ReLU becomes :math:`\mathbf{x}_i + \mathbf{z}_j + \mathbf{W} \mathbf{e}_{ij}`.
+            the leaky ReLU becomes :math:`\mathbf{x}_i + \mathbf{z}_j + \mathbf{W} \mathbf{e}_{ij}`. On CUDA,
+            the fused kernel supports up to 32 features per edge.
         edge_weight: :math:`\mathbf{W}`, (H * D, A), in the dtype of ``x_dst``, with ``edge_attr``.
 
     Returns:

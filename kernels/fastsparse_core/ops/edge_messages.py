@@ -47,7 +47,7 @@ def gine_aggregate(
         edge_weight: :math:`\mathbf{W}`, (F, A), in the dtype of ``x``; None: ``edge_attr`` has the width of
             ``x``.
         edge_bias: :math:`\mathbf{b}`, (F,), in the dtype of ``x``, with ``edge_weight``; None: 0.
-        eps: :math:`\epsilon`, one number in the dtype of ``x``, which gets no gradient: adds :math:`(1 +
+        eps: :math:`\epsilon`, one number in the dtype of ``x`` that requires no gradient: adds :math:`(1 +
             \epsilon) \mathbf{x}_i`, for square structures. None: adds nothing.
 
     Returns:
@@ -56,7 +56,7 @@ def gine_aggregate(
 
     Raises:
         TypeError: dtypes are not supported or differ.
-        ValueError: a size or device does not fit.
+        ValueError: a size or device does not fit, or ``eps`` requires a gradient.
 
     Example:
         >>> import torch
@@ -115,8 +115,8 @@ def gated_aggregate(
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \sigma(\mathbf{k}_i + \mathbf{q}_j + \mathbf{G}
         \mathbf{a}_{ij}) \odot (\mathbf{v}_j + \mathbf{U} \mathbf{a}_{ij})
 
-    No tensor (num_edges, F) is stored. With more than 32 features per edge, the unfused operators run, which
-    store a row per edge and warn once.
+    With up to 32 features per edge, no tensor (num_edges, F) is stored. With more, the unfused operators run,
+    which store a row per edge and warn once.
 
     Args:
         adj: structure (num_dst, num_src).

@@ -40,16 +40,16 @@ def multi_aggregate(
         \big[ \mathrm{agg}_1 \{\mathbf{m}_{ij}\}_j, \mathrm{agg}_2 \{\mathbf{m}_{ij}\}_j, \dots \big]
 
     Aggregations are sum, mean, min, max, var (the mean of :math:`(m - \bar{m})^2`) and std, as in PyG's
-    ``MultiAggregation``. No message is stored: the kernel computes :math:`\mathbf{W} \mathbf{a}_{ij}` if
-    edges have up to 32 features. The variance is computed from deviations from the mean, which avoids
-    cancellation. Entries that share the minimum or maximum share its gradient evenly. The aggregations are
-    those of Corso et al., "Principal Neighbourhood Aggregation for Graph Nets"
-    (https://arxiv.org/abs/2004.05718).
+    ``MultiAggregation``. No message is stored. The kernel computes :math:`\mathbf{W} \mathbf{a}_{ij}` if
+    edges have up to 32 features; with more, these projections are stored. The variance is computed from
+    deviations from the mean, which avoids cancellation. Entries that share the minimum or maximum share its
+    gradient evenly. The aggregations are those of Corso et al., "Principal Neighbourhood Aggregation for
+    Graph Nets" (https://arxiv.org/abs/2004.05718).
 
     Args:
         adj: structure (num_dst, num_src).
         x_src: :math:`\mathbf{x}_j`, (num_src, F), float64, float32, float16 or bfloat16.
-        aggregations: names, each at most once; the results have the same order.
+        aggregations: one or more names, each at most once; the results have the same order.
         x_dst: :math:`\mathbf{x}_i`, (num_dst, F), in the dtype of ``x_src``; None: 0.
         edge_attr: in the dtype of ``x_src`` and the caller's edge order. Without ``edge_weight``: a row per
             edge, (num_values, F), that is added to the edge's message. With ``edge_weight``:

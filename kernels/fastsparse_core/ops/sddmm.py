@@ -46,14 +46,15 @@ def sddmm(
         x_src: features of the sources, (num_src, F) or (num_src, H, D), in the dtype of ``x_dst``.
         scale_dst: constant :math:`s`, floating (num_dst,).
         scale_src: constant :math:`t`, floating (num_src,).
-        algorithm: which kernel runs. If it does not support the call, ``"csr"`` runs:
+        algorithm: which kernel runs. If it does not support the call, ``"csr"`` runs, with a warning:
 
             - ``"csr"``: on CUDA cores, or on the CPU.
-            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.5), on CUDA, if rows and heads are
-              multiples of 16 bytes. Float32 uses two TF32 terms, or one if
-              ``torch.set_float32_matmul_precision`` allows TF32.
-            - ``"auto"``: flashsparse for one head of 16-bit features of more than 64 bytes, if the structure
-              is not small and was prepared, or was used so often that the conversion pays off. Otherwise csr.
+            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.5), for float32, float16 and
+              bfloat16 on CUDA, if rows and heads are multiples of 16 bytes. Float32 uses two TF32 terms, or
+              one if ``torch.set_float32_matmul_precision`` allows TF32.
+            - ``"auto"``: flashsparse for one head of more than 64 bytes of 16-bit features per node, if the
+              structure is not small and was prepared, or was used so often that the conversion pays off.
+              Otherwise csr.
         layout: ``"edges"``, or ``"me_bcrs"``: all values of the non-zero vectors in the order of ``adj.bsb``,
             without padding, and zeros at positions without an entry (FlashSparse, figure 9).
             ``spmm(value_layout="me_bcrs")`` takes this layout. With it, ``"auto"`` uses flashsparse if that

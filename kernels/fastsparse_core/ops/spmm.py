@@ -53,9 +53,11 @@ def spmm(
 
     with :math:`\bigoplus` a sum, mean, maximum or minimum. Rows without edges give 0 (plus the bias). Sums
     are accumulated in float32 (float64 for float64 features) in a fixed order, so results have the same bits
-    in every run. Gradients have the same bits too, with one exception: on CUDA, if the edges were given in
-    sorted order, the first gradients of ``x`` use atomics, because building the transpose would take longer
-    (`policy.scatters`). ``torch.use_deterministic_algorithms(True)`` turns atomics off.
+    in every run. Gradients have the same bits too, with two exceptions on CUDA. If the edges were given in
+    sorted order, the first two gradients of ``x`` use atomics, because building the transpose would take
+    longer (`policy.scatters`). They do not for float64, several values per edge, or more than 4 million
+    edges. Second derivatives of maximum and minimum also use atomics.
+    ``torch.use_deterministic_algorithms(True)`` turns atomics off.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -70,19 +72,21 @@ def spmm(
         scale_src: constant :math:`t`, floating (num_src,).
         bias: :math:`\mathbf{b}`, floating (F,) with F features per node.
         relu: whether to apply ReLU to the result in the same pass.
-        algorithm: which kernel runs. If it does not support the call, ``"csr"`` runs:
+        algorithm: which kernel runs. If it does not support the call, ``"csr"`` runs, with a warning:
 
-            - ``"csr"``: rows, cut into slices of bounded length, on CUDA cores (HR-SpMM 4.1, RoDe). If all
-              sources fit shared memory, they are gathered from there.
-            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.2-3.4), on CUDA and for widths
-              that allow 16-byte accesses. Float32 uses two TF32 terms, or one if
-              ``torch.set_float32_matmul_precision`` allows TF32.
+            - ``"csr"``: rows, cut into slices of bounded length, on CUDA cores (HR-SpMM 4.1, RoDe) or on the
+              CPU. If all sources fit into shared memory, they are gathered from there.
+            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.2-3.4), for float32, float16 and
+              bfloat16 on CUDA, and for widths that allow 16-byte accesses. Float32 uses two TF32 terms, or
+              one if ``torch.set_float32_matmul_precision`` allows TF32.
             - ``"tca"``: matricised dot products on tensor cores, read from CSR (TCA-SpMM 4.1-4.2), for
-              float16 and bfloat16 on CUDA. Weights are rounded to the dtype of ``x``.
+              float16 and bfloat16 on CUDA, with at most one value per edge. Values are rounded to the dtype
+              of ``x``.
             - ``"hr"``: like ``"tca"`` for the part of each row that is a multiple of 64 entries, and CUDA
               cores for the rest (HR-SpMM 4.1-4.3).
             - ``"auto"``: flashsparse if the structure was prepared, or was used so often that the conversion
-              pays off. Otherwise csr, also if there are few sources or few rows.
+              pays off. In float32, also only if rows of ``x`` are narrow, or neighbouring rows share many
+              sources. Otherwise csr, also if there are few sources or few rows.
         value_layout: ``"edges"``, or ``"me_bcrs"``: ``value`` and its gradient are (num_vectors, 8) or
             (num_vectors, 8, H), like the result of ``sddmm(layout="me_bcrs")`` (FlashSparse, figure 9).
             Values at positions without an entry are ignored, and their gradient is 0. With this layout,

@@ -50,7 +50,8 @@ def ssd(
 
     with :math:`\mathbf{X}` = ``cbsr.to_dense()`` and :math:`\bigoplus` a sum or mean. The result is that of
     :func:`spmm` on the dense rows, but only k entries per edge are read ("Decoupled SSD", sections III and
-    IV). Results have the same bits in every run.
+    IV). Results have the same bits in every run. On CUDA, the gradient of float32 and 16-bit values may use
+    atomics; ``torch.use_deterministic_algorithms(True)`` turns them off.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -63,8 +64,8 @@ def ssd(
         scale_src: constant :math:`t`, floating (num_src,).
         bias: :math:`\mathbf{b}`, floating (width,).
         algorithm: ``"decoupled"`` (edge groups summed in shared memory; on CUDA in fixed point, see the
-            note); ``"densify"`` (:func:`spmm` of the dense rows); or ``"auto"``: decoupled if few of the
-            features are kept, otherwise densify.
+            note); ``"densify"`` (:func:`spmm` of the dense rows); or ``"auto"``: decoupled on the CPU, and on
+            CUDA if at most a quarter of the features are kept (an eighth in 16 bits), otherwise densify.
 
     Returns:
         (num_dst, width) in the dtype of the values; differentiable twice in the values of ``cbsr``, in

@@ -26,7 +26,7 @@ _INDUCED = -1
 
 
 class Draw:
-    """A batch whose sampling has started; :meth:`finish` completes it.
+    """A batch whose sampling has started, from :meth:`NeighborSampler.start`; :meth:`finish` completes it.
 
     Args:
         graph: the graph to sample from.

@@ -41,8 +41,8 @@ def negative_edges(
 
     Raises:
         TypeError: neither or both of `count` and `dst` are given, or `dst` is not an int64 tensor.
-        ValueError: there is no pair to draw (for one of the destinations, if `dst` is given), or a number is
-            out of range.
+        ValueError: there is no pair to draw, `dst` is given and some destination of `adj` has an edge from
+            every source (even if it is not in `dst`), or a number is out of range.
 
     Example:
         >>> import torch

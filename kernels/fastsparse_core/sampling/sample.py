@@ -23,7 +23,8 @@ class Edges:
         edge_index: int64 (2, num_edges), sources, then destinations.
         col: int32 (num_edges,), the sources again, as `Adjacency` stores them.
         edge_id: int64 (num_edges,), positions of the edges in the caller's edge order.
-        counts: number of edges of every hop, in the order of the edges.
+        counts: number of edges of every hop, in the order of the edges; a single number for a block and for
+            ``induced``.
         shape: (num_dst, num_src), the numbers of possible destinations and sources.
         most_entries: upper bound of the number of edges per destination, known without reading from the
             device.

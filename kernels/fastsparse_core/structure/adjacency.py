@@ -44,15 +44,15 @@ class Adjacency(Storage):
     r"""Sparse structure of shape ``(num_dst, num_src)``: rows are destinations, columns are sources.
 
     A message flows from column to row, so aggregation is :math:`A X`. The structure is immutable. Derived
-    data (transpose, work lists, degrees) are built on first use, on its device, and cached. Edge values are
-    separate tensors in the caller's edge order, so new weights do not rebuild the structure.
+    data (transpose, work lists, degrees) are built on first use, on the structure's device, and cached. Edge
+    values are separate tensors in the caller's edge order, so new weights do not rebuild the structure.
 
     Build one with :meth:`from_coo`, :meth:`from_csr` or :meth:`from_csc`.
 
     Args:
         rowptr, col, shape, group_rows: see the attributes. The constructor does not check them.
-        edge_id: position of every entry in the caller's edge order, int64 (num_edges,); None: entries are in
-            that order.
+        edge_id: position of every entry in the caller's edge order, int32 or int64 (num_edges,); None:
+            entries are in that order.
         num_values: see the attributes; None: one value per entry.
         num_given: number of the caller's edges, before self loops are inserted; None: ``num_values``.
         loop_edge: None: no self loops were inserted. Otherwise int64 (min(shape),), the position of the
@@ -68,10 +68,10 @@ class Adjacency(Storage):
         num_src: number of columns.
         num_values: length of an edge-value tensor. It differs from ``num_edges`` if self loops were inserted
             or replaced (:meth:`extend_value`).
-        group_rows: which rows share a window of the binary sparse blocks: ``"none"``: consecutive rows;
-            ``"minhash"``: similar rows; ``"auto"``: similar rows if rows have on average 8 entries or more,
-            and this saves at least 10 % of the vectors. The order of features, edge values and results does
-            not change.
+        group_rows: which 8 rows share a window in the format of the tensor-core kernels: ``"none"``:
+            consecutive rows; ``"minhash"``: similar rows; ``"auto"``: similar rows if rows have on average 8
+            entries or more, and this saves at least 10 % of the format's vectors of 8 entries. The order of
+            features, edge values and results does not change.
         handle: number under which PyTorch operators find this object.
 
     Example:
@@ -143,9 +143,10 @@ class Adjacency(Storage):
     ) -> Adjacency:
         """Builds the structure from an edge list in any order.
 
-        Entries are sorted by (row, column). Edges that are already sorted by row, for example from a sampler,
-        keep their order within a row, which saves the sort and `edge_id`. The exception is a structure that
-        may be symmetric: its columns are sorted too, so that its transpose can share its tensors.
+        Entries are sorted by (row, column). If ``duplicates`` and ``self_loops`` are ``"keep"``, edges that
+        are already sorted by row, for example from a sampler, keep their order within a row, which saves the
+        sort and `edge_id`. The exception is a structure that may be symmetric: its columns are sorted too, so
+        that its transpose can share its tensors.
 
         Args:
             row: destinations, int32 or int64 (E,).
@@ -161,8 +162,9 @@ class Adjacency(Storage):
             group_rows: ``"auto"``, ``"none"`` or ``"minhash"``, see :class:`Adjacency`.
 
         Raises:
-            TypeError: an argument is not an integer tensor.
-            ValueError: lengths or devices differ, an index is outside ``shape``, or an option is unknown.
+            TypeError: ``row`` or ``col`` is not an int32 or int64 tensor, or ``shape`` is not a pair of ints.
+            ValueError: lengths or devices differ, a tensor is not 1-D, an index is outside ``shape``, a size
+                is above 2^31 - 1, or an option is unknown.
         """
         shape = check_shape(shape)
         check_method(group_rows)
@@ -270,7 +272,7 @@ class Adjacency(Storage):
                 (``share_memory_()``): kernels would read invalid memory.
 
         Raises:
-            TypeError: an argument is not an integer tensor.
+            TypeError: a tensor is not int32 or int64, or ``shape`` is not a pair of ints.
             ValueError: lengths, devices or ranges do not fit together, or an option is unknown.
         """
         shape = check_shape(shape)
@@ -321,8 +323,9 @@ class Adjacency(Storage):
         """The transposed structure, for the same edge values. It shares tensors if A is symmetric.
 
         Args:
-            valued: if True, stores `edge_id` of the transpose, which takes 4 bytes per edge. Only edge values
-                need `edge_id`. If it was not stored and is needed later, the edges are sorted again.
+            valued: if True, stores `edge_id` of the transpose, which takes 4 bytes per edge (8 for 2^31 edges
+                or more). Only edge values need `edge_id`. If it was not stored and is needed later, it is
+                computed again.
         """
         parent = self._parent() if self._parent is not None else None
         found: Adjacency | None = parent or self._built.results.get(
@@ -393,10 +396,10 @@ class Adjacency(Storage):
             self.symmetric = found.checksum == 0 and not found.cols_descend
 
     def is_free_of_loops(self) -> bool:
-        """Returns True if no entry is a loop (i, i).
+        """Returns True if the structure is square and no entry is a loop (i, i).
 
-        While a CUDA graph is captured, the entries cannot be read: the result is False, unless loops were
-        looked for before.
+        The first call may wait for the device. While a CUDA graph is captured, the entries cannot be read:
+        the result is False, unless loops were looked for before.
         """
         if self.has_loops is None and self.num_dst == self.num_src:
             if self.col.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -460,14 +463,15 @@ class Adjacency(Storage):
 
     @property
     def is_symmetric(self) -> bool:
-        """True if A equals its transpose. Builds the transpose; False if columns within rows are unsorted."""
+        """True if A equals its transpose, and columns ascend within rows. Builds the transpose."""
         return self.t(valued=False).col is self.col
 
     def prepare(self, *, backward: bool = True) -> Adjacency:
-        """Builds all formats that the operators need, so that no later call builds any; returns self.
+        """Builds the formats that calls without edge values need, so that they build none; returns self.
 
-        Call this method before ``torch.compile`` and before capturing a CUDA graph: formats cannot be built
-        in compiled code or during a capture.
+        While a CUDA graph is captured, no format can be built: call this method before the capture. Calls
+        with edge values and :func:`ssd` may need further formats. Run such a call once before the capture,
+        forward and backward.
 
         Args:
             backward: if True, also builds the transposed structure, which gradients need.

@@ -32,7 +32,7 @@ class Degrees(RowFormats):
         return self._built.get("out_degree", lambda: torch.bincount(self.col, minlength=self.num_src))
 
     def has_empty_rows(self) -> bool:
-        """True if some destination has no edge. The first call may wait for the device."""
+        """Returns True if some destination has no edge. The first call may wait for the device."""
         found: tuple[bool] = self._of_rows.results.get("has_empty_rows") or self._of_rows.get(
             "has_empty_rows", lambda: (bool((self.in_degree() == 0).any()),)
         )

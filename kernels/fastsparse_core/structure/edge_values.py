@@ -45,8 +45,8 @@ class EdgeValues:
             Values of the caller's edges and of the loops, (num_values, ...).
 
         Raises:
-            ValueError: no self loops were inserted, or ``value`` does not have one value per edge of the
-                caller.
+            ValueError: no self loops were inserted, or the length of ``value`` is not the number of the
+                caller's edges.
         """
         count = min(self.shape)
         if self._loop_edge is None:

@@ -97,7 +97,10 @@ class RowFormats:
 
     @property
     def edge_id(self) -> Tensor | None:
-        """Position of every entry in the caller's edge order, (num_edges,); None: the identity."""
+        """Position of every entry in the caller's edge order, int32 or int64 (num_edges,).
+
+        None: entries are in the caller's order.
+        """
         kept = self._edge_id
         if isinstance(kept, TransposedOrder):
             kept = self._edge_id = self._built.get("edge_id", kept.edge_id)
