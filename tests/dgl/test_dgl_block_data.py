@@ -222,7 +222,7 @@ def test_moved_unread(pins: bool, is_enabled: bool) -> None:
 
 
 def test_only_what_is_read_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what a captured step has to hold is what a batch before was asked for."""
+    """A captured step only holds the data that was read from an earlier batch."""
     monkeypatch.setattr(neighbor_sampler, "gathered", unread_on_cpu)
     monkeypatch.setattr(neighbor_sampler, "dgl_can_hold", lambda device: False)
     tables, gather = [], block_data._rows

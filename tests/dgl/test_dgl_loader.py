@@ -45,7 +45,7 @@ def hetero():
 
 @pytest.fixture
 def without_dgls_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this DGL could hold graphs on no device at hand."""
+    """Makes FastSparse assume that this DGL supports blocks on no device."""
     monkeypatch.setattr(neighbor_sampler, "dgl_can_hold", lambda device: False)
 
 
