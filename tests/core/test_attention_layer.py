@@ -1,4 +1,4 @@
-"""Attention layers as one node against their operators one after the other, and what is left to those."""
+"""Attention layers as one node against their operators one after the other, and calls that need these."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def structure(device: str, nodes: int = 70, edges: int = 400) -> Adjacency:
 
 
 class Layer:
-    """Parameters of a kind of layer, and its two ways."""
+    """Parameters of a layer, which is computed as one node or by its operators."""
 
     def __init__(self, kind, heads, width, dtype, device, *, mean=False, bias=True, dropout_p=0.0):
         torch.manual_seed(1)
@@ -53,7 +53,7 @@ class Layer:
         self.edge_vector = torch.randn(1, heads, width, **options).requires_grad_()
 
     def with_edges(self, adj: Adjacency, edge_width: int, *, wanted: bool) -> Layer:
-        """The same with features of edges in the dtype of the parameters."""
+        """Adds features of edges in the dtype of the parameters; returns the layer."""
         weight = self.maps[0].weight
         options = {"dtype": weight.dtype, "device": weight.device}
         features = torch.randn(adj.num_values, edge_width, requires_grad=wanted, **options)

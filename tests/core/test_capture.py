@@ -1,4 +1,4 @@
-"""Steps and models that become CUDA graphs by themselves; without a GPU, the form that is recorded."""
+"""`capture`: steps and models that are recorded as CUDA graphs, which the CPU simulates."""
 
 from __future__ import annotations
 

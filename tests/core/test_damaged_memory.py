@@ -66,7 +66,7 @@ def without_memory(*shape: int, device: str, first: int) -> Tensor:
 
 
 def calls_without_memory(device: str) -> dict[str, Callable[[Callable[..., Tensor]], object]]:
-    """Calls by what of them has no memory; each gets a function that makes such tensors of a shape."""
+    """Calls by the name of the operand without memory; a call gets a function that makes such tensors."""
     adj = graph(device)
     index = torch.arange(NODES, device=device).flip(0) // 2
     rowptr = torch.tensor([0, 20, NODES], device=device)

@@ -46,7 +46,7 @@ def test_any_structure(edges):
 
 
 def test_entries_that_share_an_extremum_share_its_gradient(device):
-    """Evenly, over the slices of a heavy row too, and where it is 0, as scatter_reduce otherwise does."""
+    """Evenly, over all slices of a heavy row; as in scatter_reduce, except for extrema of 0."""
     adj = ragged(4000, device)
     x = draw(adj.num_src, 8, device=device).round().requires_grad_()
     out = multi_aggregate(adj, x, ("max", "min"))

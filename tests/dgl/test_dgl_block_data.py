@@ -151,7 +151,7 @@ def test_message_passing(kind: str) -> None:
 
 
 def test_writes(kind: str) -> None:
-    """As in DGL: a feature has the numbers of when it is read, and what is put into a block stays there."""
+    """As in DGL, a feature has the numbers of its first read, and data written to a block stays there."""
     graph = with_data()
     graph.ndata["feat"] = torch.arange(180.0).reshape(30, 6)
     _, _, (block,) = drawn(graph, 3)
