@@ -63,7 +63,9 @@ def test_a_layer_that_accelerate_leaves():
     layer = Own()
     fastsparse_pyg.accelerate(layer, show=False)
     (found,) = why(layer, torch.randn(40, 6), random_graph())
-    assert found.reason == "it is PyG's layer. accelerate() leaves it: a layer with its own propagate"
+    assert (
+        found.reason == "it is PyG's layer. accelerate() leaves it unchanged: a layer with its own propagate"
+    )
     assert type(layer) is Own
 
 
