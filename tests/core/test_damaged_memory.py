@@ -316,7 +316,7 @@ def test_a_damaged_adjacency_says_what_to_do():
     adj = graph("cpu")
     with pytest.raises(ValueError, match="got a damaged one .*col: expected indices from 0 to num_src"):
         adj.__setstate__({**adj.__getstate__(), "col": adj.col + 100})
-    with pytest.raises(NotImplementedError, match="no pickling"):
+    with pytest.raises(NotImplementedError, match="does not support pickling"):
         PartitionedAdjacency.__new__(PartitionedAdjacency).__setstate__(adj.__getstate__())
 
 
