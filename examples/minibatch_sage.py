@@ -240,7 +240,7 @@ def main(
         raise ExampleError(f"--fanouts {given}: expected one number for each of --layers {recipe.layers}.")
     x, note = node_features(dataset, options.features, normalise=recipe.normalise_features)
     if x is None:
-        raise ExampleError("--features learned: expected features to gather, choose given or degree.")
+        raise ExampleError("--features learned: expected given or degree, because batches gather features.")
     data = {
         "name": dataset.name,
         "nodes": dataset.num_nodes,

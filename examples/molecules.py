@@ -213,7 +213,7 @@ def main(
     add("--model", choices=tuple(MODELS), default="pna", help="PNA, a GPS-style transformer, or GINE")
     add("--batch-size", type=at_least(2), help="molecules per step (default: the dataset's recipe)")
     add("--lr", type=above_zero, help="learning rate (default: the dataset's recipe)")
-    add("--molecules", type=at_least(20), default=4000, help="how many to draw for the embedded data set")
+    add("--molecules", type=at_least(20), default=4000, help="number of molecules in the generated dataset")
     add_capture(command_line)
     options = command_line.parse_args(arguments)
     check_capture(options)

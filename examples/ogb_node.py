@@ -281,7 +281,11 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, NodeReci
     add("--batch-size", type=at_least(1), help="nodes per batch (default: the dataset's recipe)")
     add("--fanouts", type=fanouts, help="neighbours per hop, as 15,10,5 (default: the dataset's recipe)")
     add("--lr", type=above_zero, help="learning rate (default: the dataset's recipe)")
-    add("--parallel", choices=KINDS, help="several GPUs, under torchrun: batches each, or rows of one graph")
+    add(
+        "--parallel",
+        choices=KINDS,
+        help="several GPUs, under torchrun: own batches, or a part of the graph each",
+    )
     add("--workers", type=at_least(0), default=0, help="processes that draw neighbours")
     add_options(command_line)
     options = command_line.parse_args(arguments)
@@ -294,20 +298,22 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, NodeReci
     if options.batching != wanted:
         raise ExampleError(f"--parallel {options.parallel}: expected --batching {wanted}.")
     if options.parallel == "fullgraph" and options.conv != "fast":
-        raise ExampleError("--parallel fullgraph: expected --conv fast; the originals cannot divide a graph.")
+        raise ExampleError(
+            "--parallel fullgraph: expected --conv fast; the original layers cannot divide a graph."
+        )
     if options.parallel == "fullgraph" and options.model == "maxk-sage":
-        raise ExampleError("--parallel fullgraph: expected gcn, sage, gat or gt, whose operators it has.")
+        raise ExampleError("--parallel fullgraph: expected --model gcn, sage, gat or gt, got maxk-sage.")
     if options.capture and options.parallel:
-        raise ExampleError("--capture: expected one GPU, without --parallel.")
+        raise ExampleError("--capture: expected no --parallel; the two options cannot be combined.")
     if options.batching == "full" and options.inference != "full":
-        raise ExampleError(f"--inference {options.inference}: expected full where --batching is full.")
+        raise ExampleError(f"--inference {options.inference}: expected full with --batching full.")
     if options.batching == "neighbor" and len(recipe.fanouts) != recipe.layers:
         given = ",".join(map(str, recipe.fanouts))
         raise ExampleError(f"--fanouts {given}: expected one number for each of --layers {recipe.layers}.")
     if options.inference == "layerwise" and MODELS[options.model].whole_graph:
         raise ExampleError(
-            f"--inference layerwise: {options.model} weighs neighbours by degrees that a batch does not show:"
-            " use --inference full, or sampled."
+            f"--inference layerwise: {options.model} needs the degrees in the whole graph, which a batch does"
+            " not have: use --inference full, or sampled."
         )
     return options, recipe
 

@@ -117,7 +117,7 @@ def _without_caches(modules: Iterable[Module]) -> Iterator[None]:
 
 def _stage(name: str, layer: Any) -> Stage:
     if layer.flow != "source_to_target":
-        raise ValueError(f"model: expected flow='source_to_target', got {layer.flow!r} of {name}")
+        raise ValueError(f"model: expected flow='source_to_target', got {layer.flow!r} for {name}")
     if isinstance(layer, GCNConv):
         return _gcn_stage(name, layer)
     fast = as_drop_in(layer)

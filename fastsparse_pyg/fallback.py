@@ -31,12 +31,13 @@ PLAIN_EDGES = "Pass `edge_index` as one int64 tensor of shape (2, num_edges)"
 USUAL_FLOW = "Use flow='source_to_target', with the rows of `edge_index` swapped"
 PLAIN_FEATURES = "Pass `x` with shape (num_nodes, num_features)"
 EDGE_ROWS = "Pass `edge_attr` with shape (num_edges, num_features)"
+EDGE_DIM = "Construct the layer with edge_dim=edge_attr.size(1)"
 ONE_DTYPE = "Convert them to one dtype"
 NOT_COMPILED = "Keep this layer out of torch.compile, for instance with `torch.compiler.disable`"
 
 EXPLAIN_MODE = Reason("explain mode", "")
 MESSAGE_HOOK = Reason("a hook on message passing", "")
-HOOKED_LINEAR = Reason("a linear layer with hooks", "")
+HOOKED_LINEAR = Reason("a linear layer that was replaced or has hooks", "")
 TRACED_BY_JIT = Reason("torch.jit.trace", "")
 DECOMPOSED = Reason("decomposed_layers > 1", "Use decomposed_layers=1")
 COMPILED = Reason("torch.compile", NOT_COMPILED)
@@ -57,7 +58,7 @@ EDGES_MADE_IN_TRACE = Reason(
     "torch.compile of a model that makes or changes its edges",
     "Make the edges outside of the compiled function",
 )
-TWO_DTYPES = Reason("features of two dtypes", ONE_DTYPE)
+TWO_DTYPES = Reason("node features, edge features or weights of different dtypes", ONE_DTYPE)
 
 
 def wrong_dimensions(dim: int, node_dim: int) -> Reason:

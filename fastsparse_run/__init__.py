@@ -104,7 +104,8 @@ def _run(given: list[str]) -> int:
     actions = sorted({f"{entry.name}={entry.value}" for entry in entries})
     if not actions:
         return _refuse(
-            f"no package registers {GROUP!r}; reinstall it: pip install --force-reinstall fastsparse-gnn"
+            f"no package registers {GROUP!r}; reinstall FastSparse: "
+            "pip install --force-reinstall fastsparse-gnn"
         )
     environment[watch.VARIABLE] = ";".join(actions)
     environment[watch.MAIN_PROCESS] = str(os.getpid())

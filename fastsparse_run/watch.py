@@ -221,7 +221,11 @@ def _report() -> None:
         return
     core = sys.modules.get("fastsparse_core")
     if core is None:
-        print("fastsparse: no report, because the script did not import PyTorch", file=sys.stderr)
+        print(
+            "fastsparse: no report, because FastSparse was not loaded. Usual cause: the script does not "
+            "import PyTorch",
+            file=sys.stderr,
+        )
         return
     found = core.report()
     if os.environ.get(REPORT):

@@ -73,7 +73,7 @@ def above_zero(text: str) -> float:
 
 #: The values that --dataset accepts.
 DATASETS = (
-    "planted (embedded) or karate (comes with the framework); the path of an .npz file; a file of that name "
+    "planted (generated) or karate (comes with the framework); the path of an .npz file; a file of that name "
     "in --root; or a name that the framework's loader knows, with its files in --root: "
     + ", ".join(name for name in framework_data.known_names("pyg") if name != "karate")
 )
@@ -307,7 +307,7 @@ def train_graphs_and_report(
     recipe = override(recipe, options)
     split = dataset.split(options.seed)
     sizes = "/".join(str(int(mask.sum())) for mask in (split.train, split.val, split.test))
-    kind = "random split 80%/10%/10%, drawn anew per run" if dataset.given_split is None else "given split"
+    kind = "random split 80%/10%/10%, another for every run" if dataset.given_split is None else "given split"
     data = {
         "name": dataset.name,
         "graphs": dataset.num_graphs,

@@ -80,7 +80,7 @@ class NodeDataset:
             return f"{len(self.given_splits)} given splits, run r on split r mod {len(self.given_splits)}"
         train, val = self.random_shares
         shares = f"{train:.0%}/{val:.0%}/{1 - train - val:.0%}"
-        return f"random split {shares}, drawn anew per run from seed {seed} + run"
+        return f"random split {shares}, another for every run, from seed {seed} + run"
 
     def to(self, device: torch.device) -> NodeDataset:
         return replace(
@@ -182,11 +182,7 @@ def load_npz(path: Path) -> NodeDataset:
     if "edge_index" not in content and not {"rowptr", "col"} <= content.keys():
         missing.append("edge_index (or rowptr and col)")
     if missing:
-        hint = (
-            "node labels are what this example trains on"
-            if missing == ["y"]
-            else "see load_npz for the schema"
-        )
+        hint = "this example trains on node labels" if missing == ["y"] else "see load_npz for the schema"
         raise ExampleError(
             f"{path} has no {', '.join(missing)}: {hint}. It holds {', '.join(sorted(content))}."
         )
@@ -239,12 +235,12 @@ def from_parts(
     num_nodes = y.numel()
     if y.dim() != 1:
         raise ExampleError(
-            f"{name} has labels of shape {tuple(y.shape)}: these examples train one class per node."
+            f"{name} has labels of shape {tuple(y.shape)}: expected one class per node, shape (num_nodes,)."
         )
     if edge_index.numel() and not 0 <= int(edge_index.min()) <= int(edge_index.max()) < num_nodes:
         raise ExampleError(
-            f"{name} names nodes {int(edge_index.min())} to {int(edge_index.max())} in its edges,"
-            f" but has {num_nodes} nodes."
+            f"{name} has edges between nodes {int(edge_index.min())} to {int(edge_index.max())},"
+            f" but only {num_nodes} nodes."
         )
     if x is not None and x.size(0) != num_nodes:
         raise ExampleError(f"{name} has {x.size(0)} rows of features for {num_nodes} nodes.")

@@ -87,7 +87,7 @@ def load(name: str, root: Path, framework: str, *, download: bool) -> Parts:
 def _refuse(name: str, root: Path, missing: str, loader: str) -> NoReturn:
     """Raises an error if a loader would start a download without permission."""
     raise ExampleError(
-        f"--dataset {name}: neither {root / (name.replace('-', '_') + '.npz')} nor {missing} is there."
+        f"--dataset {name}: neither {root / (name.replace('-', '_') + '.npz')} nor {missing} exists."
         f" Put the .npz file or the files of {loader} there, set --root (or FASTSPARSE_DATA) to the folder"
         " that holds them, or add --download to let that loader fetch them."
     )

@@ -199,6 +199,6 @@ def move_graph(graph: Any, conv: str, device: torch.device) -> Any:
             return graph
         raise ExampleError(
             f"DGL's own layer cannot run on {device} with the installed DGL"
-            f" ({str(error).strip().splitlines()[-1]}). Use --conv fast, which trains"
-            " on it all the same, or --device cpu."
+            f" ({str(error).strip().splitlines()[-1]}). Use --conv fast, which supports"
+            " this device, or --device cpu."
         ) from error

@@ -189,7 +189,7 @@ def find_graphs(name: str, root: Path) -> GraphDataset | None:
     except (OSError, ValueError) as error:
         raise ExampleError(f"{path} could not be read as an .npz file without pickles: {error}") from error
     if "graph_y" not in content:
-        raise ExampleError(f"{path} has no graph_y: the classes of graphs are what this example trains on.")
+        raise ExampleError(f"{path} has no graph_y, the classes of the graphs, which this example trains on.")
 
     num_nodes = int(content["num_nodes"])
     if "edge_index" in content:

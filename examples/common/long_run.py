@@ -83,7 +83,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
     add("--checkpoint-every", type=at_least(1), default=10, help="epochs between two checkpoints")
     add("--eval-every", type=at_least(1), help="epochs between evaluations (default: the dataset's recipe)")
     add("--resume", action="store_true", help="continue from --checkpoint if that file is there")
-    add("--deterministic", action="store_true", help="only operators that repeat their bits")
+    add("--deterministic", action="store_true", help="use only deterministic operators")
     add("--csv", type=Path, help="write a line per epoch here, as it ends")
     add_capture(options)
 
@@ -98,10 +98,10 @@ def check_options(options: argparse.Namespace) -> None:
         report.check_writable(getattr(options, name), f"--{name}")
     report.check_plotting(options.plot)
     if options.resume and options.checkpoint is None:
-        raise ExampleError("--resume: say with --checkpoint which file to continue from.")
+        raise ExampleError("--resume: name the file to continue from with --checkpoint.")
     if options.checkpoint is not None and options.checkpoint.is_file() and not options.resume:
         raise ExampleError(
-            f"--checkpoint {options.checkpoint} is there already: add --resume to continue from it, or name"
+            f"--checkpoint {options.checkpoint} exists: add --resume to continue from it, or name"
             " another file."
         )
 

@@ -76,7 +76,7 @@ def read_ogb_molecules(name: str, root: Path) -> GraphDataset:
     if not (folder / "raw").is_dir():
         raise ExampleError(
             f"--dataset {name}: expected OGB's raw files in {folder / 'raw'}, found none; unpack the archive "
-            f"that OGB offers for {name} there (docs/ogb.md), or take --dataset molecules, which needs none."
+            f"that OGB offers for {name} there (docs/ogb.md), or use --dataset molecules, without files."
         )
 
     def table(path: str) -> Tensor:
@@ -87,7 +87,7 @@ def read_ogb_molecules(name: str, root: Path) -> GraphDataset:
 
     y = table("raw/graph-label")
     if y.size(1) != 1 or not set(y.unique().tolist()) <= {0, 1}:
-        raise ExampleError(f"--dataset {name}: expected one class of 0 or 1 per molecule.")
+        raise ExampleError(f"--dataset {name}: expected one label per molecule, 0 or 1.")
     sizes, bonds = table("raw/num-node-list").flatten(), table("raw/num-edge-list").flatten()
     node_ptr = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     edges = table("raw/edge").t() + node_ptr[:-1].repeat_interleave(bonds)

@@ -132,16 +132,16 @@ def _check_files(name: str, info: dict[str, str], folder: Path, download: bool) 
     if missing and not download:
         what = ", ".join(missing) if folder.is_dir() else f"the folder {folder}"
         raise ExampleError(
-            f"--dataset {name}: {what} is not there. Fetch {info['url']}, unpack it and name its"
-            f" folder {folder} (it comes as {info['download_name']}), set --root to the folder that holds it,"
-            " or add --download to let OGB's loader fetch it."
+            f"--dataset {name}: {what} does not exist. Download {info['url']}, unpack it and rename its"
+            f" folder from {info['download_name']} to {folder}, set --root to the folder that holds it,"
+            " or add --download to let OGB's loader download it."
         )
     if folder.is_dir():
         release = folder / f"RELEASE_v{info['version']}.txt"
         if not release.is_file():
             raise ExampleError(
-                f"{folder} has no {release.name}, which OGB puts beside raw/ and split/ and by which it knows"
-                " the data's version: remove the folder and fetch it anew."
+                f"{folder} has no {release.name}, from which OGB reads the version of the data: remove the"
+                " folder and download the data again."
             )
         (folder / "processed").mkdir(exist_ok=True)
         # The library-agnostic loader's cache of raw/ is a pickle of objects that torch.load refuses.

@@ -39,7 +39,7 @@ def check_writable(path: Path | None, option: str) -> None:
     if path.is_dir():
         problem = "is a folder"
     elif not path.parent.is_dir():
-        problem = f"lies in {path.parent}, which does not exist"
+        problem = f"is in the folder {path.parent}, which does not exist"
     else:
         try:
             is_new = not path.exists()

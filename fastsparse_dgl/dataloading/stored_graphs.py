@@ -139,7 +139,7 @@ class StoredGraphs:
         if kinds == {Tensor}:
             alike = {(item.shape, item.dtype, item.device, item.requires_grad) for item in values}
             if len(alike) > 1 or like.requires_grad or like.layout is not torch.strided:
-                raise NotStored("labels differ in shape or dtype, or need gradients")
+                raise NotStored("labels differ in shape, dtype or device, are not dense, or need gradients")
             self._tensors += values
             return self._stacked(torch.stack(values))
         if kinds in ({int}, {bool}):
@@ -235,7 +235,7 @@ class _Graphs:
         for frame in frames:
             columns = [column.data for column in frame._columns.values()]
             if any(not isinstance(item, Tensor) or item.requires_grad for item in columns):
-                raise NotStored("some data of its graphs needs gradients")
+                raise NotStored("some data of its graphs is not a tensor or needs gradients")
             self._stored.watch(frame._columns, columns)
         return {
             name: self._stored.add(torch.cat([frame[name] for frame in filled]), pointer)

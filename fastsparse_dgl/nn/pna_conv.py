@@ -174,5 +174,5 @@ def why_no_kernel(layer: Any) -> Reason | None:
             or tower._forward_pre_hooks
             or tower._backward_hooks
         ):
-            return Reason("a tower has hooks", "")
+            return Reason("a tower has hooks or replaced linear layers", "")
     return None

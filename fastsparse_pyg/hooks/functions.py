@@ -163,7 +163,7 @@ def degree(
             return original(index, num_nodes, dtype)
         record("degree", "segments")
         return counts.to(torch.get_default_dtype() if dtype is None else dtype)
-    record("degree", "PyG", "nothing else has sorted this index")
+    record("degree", "PyG", "no other call has sorted this index")
     return original(index, num_nodes, dtype)
 
 
@@ -195,7 +195,7 @@ def _served(name: str, call: Callable[[], Any]) -> Any:
 def _why_not(src: Any, index: Any, dim: int) -> str:
     """Returns why PyG's own code has to reduce these rows, or is faster; "" if the operators run."""
     if _is_compiling() or _is_tracing():
-        return "a trace"
+        return "torch.compile or torch.jit.trace"
     if type(index) is not Tensor or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
         return "an index that is not one plain tensor"
     if index.numel() < _few(index):
@@ -205,7 +205,7 @@ def _why_not(src: Any, index: Any, dim: int) -> str:
 
 def _why_no_segments(src: Any, ptr: Any, dim: int) -> str:
     if _is_compiling() or _is_tracing():
-        return "a trace"
+        return "torch.compile or torch.jit.trace"
     if type(ptr) is not Tensor or ptr.dim() != 1 or ptr.dtype not in (torch.int64, torch.int32):
         return "pointers that are not one plain tensor"
     if ptr.is_inference() or not ptr.numel():
@@ -219,13 +219,17 @@ def _why_no_rows(src: Any, dim: int, rows: int | None, device: torch.device) -> 
     if not isinstance(src, Tensor) or src.dtype not in DTYPE_CODE:
         return "values that are not floating-point"
     if src.device != device:
-        return "two devices"
+        return "tensors on two devices"
     if not src.dim() or (dim != 0 and dim != -src.dim()):
         return "a reduction that is not along the first dimension"
     if (rows is not None and src.size(0) != rows) or not src.numel():
         return "sizes that differ, or no values"
     plain = src.detach() if type(src) is Parameter else src
-    return "" if is_plain_eager(plain) else "a mode, a transform or a subclass of Tensor"
+    return (
+        ""
+        if is_plain_eager(plain)
+        else "a subclass of Tensor, a transform of torch.func, or a dispatch mode such as FakeTensorMode"
+    )
 
 
 def _why_slower(src: Tensor, index: Tensor, how: str) -> str:

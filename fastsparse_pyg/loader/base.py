@@ -80,7 +80,7 @@ def make_sampler(
     """Makes the sampler of a loader. Warns and returns None if PyG has to make its own sampler."""
     message = "the loader falls back to PyG's sampler"
     if given is not None:
-        info_once(logger, f"{message}: `neighbor_sampler` was given")
+        info_once(logger, "the loader samples with the given `neighbor_sampler`, not with FastSparse")
         record(loader, "PyG", "`neighbor_sampler` was given")
         return given
     reason = why_not(data)

@@ -329,9 +329,9 @@ class StoredGraphs:
             return _Rows(self._add(Field(tensor.contiguous(), pointer, dim=dim)), pointer, None, shape)
         kind = ADDS.get(tensor.dtype)
         if kind is None or (shape and tensor.dtype != torch.int64):
-            raise NotStored(f"it is incremented and of dtype {tensor.dtype}")
+            raise NotStored(f"FastSparse does not add its increments (`__inc__`) to dtype {tensor.dtype}")
         if len(added) == 2 and tensor.shape[:dim] != (2,):
-            raise NotStored("its increments have another shape than (2, 1)")
+            raise NotStored("its increments have shape (2, 1), but its tensors do not have shape (2, n)")
         both = (added[0], added[-1])
         nth = self._add(Field(tensor.contiguous(), pointer, kind, both, dim))
         return _Rows(nth, pointer, added, shape)

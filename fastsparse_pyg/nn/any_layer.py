@@ -46,11 +46,7 @@ _MOST_PATTERNS = 8
 #: backward, on an H100 with a busy host: an edge MLP in bfloat16 on 10,556 edges took 1.06 ms with PyG and
 #: 2.17 ms with the plan. Five such layers on batches of 26,000 new edges took 5.7 ms and 13.2 ms.
 _TIMES_FEW = 4
-_FEW_ON_GPU = Reason(
-    f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, for which the plan takes longer to launch",
-    "",
-    "PyG",
-)
+_FEW_ON_GPU = Reason(f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU", "", "PyG")
 _NEW_ON_GPU = Reason(f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, in a new tensor", "", "PyG")
 FEW_ON_CPU = Reason(f"fewer than {FEW_EDGES:,} edges on the CPU", "", "PyG")
 #: PyG documents that, with this flow, the second tensor of a pair belongs to the sources. PyG's generated
@@ -521,7 +517,7 @@ def _edge_list(item: Any, flow: str) -> Any:
     if item.is_partitioned or item.is_padded or item.num_values != item.num_edges:
         raise ValueError(
             "edge_index: expected edges or a plain Adjacency for a layer without a drop-in, got "
-            f"{item!r}, which is partitioned or padded, or has inserted self loops; pass the edges"
+            f"{item!r}, which is partitioned or padded, or replaces self loops of the edges; pass the edges"
         )
     edges = item.derived(f"fastsparse_pyg.edge_index.{flow}", lambda: to_edge_index(item, flow))
     if not torch.compiler.is_compiling():

@@ -245,7 +245,7 @@ class FastConv(MessagePassing):
         if dim < 2 or (shape != "any" and state["node_dim"] % dim != dim - 2):
             return fallback.wrong_dimensions(dim, state["node_dim"])
         if x_src.layout is not torch.strided and not self._takes_sparse_features:
-            return Reason("features that are not a dense matrix", fallback.PLAIN_FEATURES)
+            return Reason("features that are not dense", "Convert them, for instance with `x.to_dense()`")
         is_list = type(edge_index) is Tensor and edge_index.layout is torch.strided
         if not is_list and not self._takes_matrices and is_sparse_matrix(edge_index):
             return fallback.SPARSE_MATRIX
@@ -319,7 +319,7 @@ class FastConv(MessagePassing):
             )
         if adj.num_src != adj.num_dst and (self.flow == "target_to_source" or not self._bipartite):
             raise ValueError(
-                f"edge_index: expected a square Adjacency where PyG's own code must run with "
+                f"edge_index: expected a square Adjacency, because this call falls back to PyG's code with "
                 f"flow={self.flow!r}, got shape {adj.shape}; pass the edges instead"
             )
         return to_edge_index(adj, self.flow)

@@ -37,7 +37,10 @@ from fastsparse_pyg.nn.segments import NodeIndex
 
 #: Names that such modules may use for their argument with the edges.
 _EDGES = ("edge_index", "edges")
-_OTHER_EDGES = Reason("edges that are new, not int64, or not between nodes that have features", "")
+_OTHER_EDGES = Reason(
+    "edges in a new tensor, not int64 of shape (2, num_edges), fewer than nodes, or without node features",
+    "",
+)
 _classes: dict[type, type[ByHand]] = {}
 
 

@@ -21,8 +21,6 @@ from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, size_for_pyg
 
-_EDGE_DIM = "Construct the layer with edge_dim=edge_attr.size(1)"
-
 
 class FastGINEConv(AttentionConv, GINEConv):
     r"""PyG's :class:`~torch_geometric.nn.conv.GINEConv` on FastSparse kernels.
@@ -167,11 +165,11 @@ class FastGINEConv(AttentionConv, GINEConv):
         lin = self.__dict__["_modules"].get("lin")
         if lin is None:
             if edge_attr.size(1) != x_src.size(1):
-                return Reason("edge features of another width than the nodes'", _EDGE_DIM)
+                return Reason("edge features of another width than the nodes'", fallback.EDGE_DIM)
             return None
         weight = lin._parameters.get("weight")  # lin.weight goes through the slow nn.Module.__getattr__
         if (lin.weight if weight is None else weight).size(0) != x_src.size(1):
-            return Reason("a linear map of the edges to another width than the nodes'", _EDGE_DIM)
+            return Reason("a linear map of the edges to another width than the nodes'", fallback.EDGE_DIM)
         return None
 
     def _name_argument(self, error: Exception, x: Any, edge_index: Any, *args: Any) -> None:

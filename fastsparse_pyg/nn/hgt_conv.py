@@ -176,7 +176,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         if not x_src or not edge_index:
             return Reason("no nodes or no edges", "", "PyG")
         if self.flow != "source_to_target":
-            return Reason(f"flow={self.flow!r}", fallback.USUAL_FLOW)
+            return Reason(f"flow={self.flow!r}", "Use flow='source_to_target'")
         dtypes, are_matrices = set(), True
         for node_type, x in x_src.items():
             if not isinstance(x, Tensor):
@@ -191,9 +191,13 @@ class FastHGTConv(AttentionConv, HGTConv):
             if edges.dim() != 2 or edges.size(0) != 2 or edges.dtype not in (torch.int64, torch.int32):
                 return Reason("edges that are not integers of shape (2, num_edges)", fallback.PLAIN_EDGES)
             if edge_type not in self.edge_types_map or not {edge_type[0], edge_type[-1]} <= x_src.keys():
-                return Reason("edges of a node type without features", "Pass features of all node types")
+                return Reason(
+                    "edges of an unknown type, or of a node type without features",
+                    "Pass edge types of the layer's `metadata`, and features of their node types",
+                )
         if len(dtypes) != 1 or not are_matrices:
-            return Reason("features that are not matrices of one dtype", fallback.ONE_DTYPE)
+            cure = "Pass features of shape (num_nodes, num_features) and of one dtype"
+            return Reason("features that are not matrices of one dtype", cure)
         # The kernels read the weights of the linear layers without calling the layers, so hooks would not
         # run. A lazy layer gets its sizes from a hook.
         modules = (self.kqv_lin, self.k_rel, self.v_rel)
@@ -202,7 +206,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         maps = self.kqv_lin.lins
         for node_type in x_src:
             if node_type not in maps:
-                return fallback.HOOKED_LINEAR
+                return Reason(f"node type {node_type!r}, which is not in the layer's `metadata`", "")
             if is_uninitialized_parameter(maps[node_type].weight):
                 return Reason("a lazy linear layer that is not initialized yet", "")
             if not is_plain_linear(maps[node_type]):

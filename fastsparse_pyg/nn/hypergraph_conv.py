@@ -114,7 +114,7 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         if not isinstance(edge_index, Tensor):
             raise_graph(edge_index, "hyperedge_index")
         if self.flow != "source_to_target":
-            return Reason(f"flow={self.flow!r}", fallback.USUAL_FLOW)
+            return Reason(f"flow={self.flow!r}", "Use flow='source_to_target'")
         return None
 
     def _attention(self, to_edges: Adjacency, x: Tensor, attr: Tensor, index: Tensor) -> Tensor:

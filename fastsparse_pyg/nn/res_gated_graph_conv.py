@@ -182,9 +182,12 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
                 and is_plain_linear(modules["lin_query"])
                 and is_plain_linear(modules["lin_value"])
             ):
-                return Reason("edge features, and linear maps with hooks", "Remove the hooks")
+                return Reason(
+                    "edge features with linear maps that were replaced or have hooks",
+                    "Keep the linear maps that ResGatedGraphConv makes, without hooks",
+                )
             if edge_attr.size(1) != edge_dim:
-                return Reason("edge features of another width than edge_dim", fallback.EDGE_ROWS)
+                return Reason("edge features of another width than edge_dim", fallback.EDGE_DIM)
         return super()._reason(x_src, x_dst, edge_index, edge_attr)
 
 

@@ -334,7 +334,8 @@ def _examine_gpus(report: Report, torch: Any, build_info: dict[str, Any] | None)
         report.problems.append(
             Problem(
                 "cuda-half-missing",
-                "there is a GPU, but only the CPU kernels were built, because nvcc was not found",
+                "there is a GPU, but FastSparse was built without CUDA kernels, usually because nvcc was not "
+                "found",
                 f"python -m pip install nvidia-cuda-nvcc nvidia-cuda-cccl (or nvcc on PATH), then {_REBUILD}",
             )
         )
@@ -390,7 +391,10 @@ def _kind_of_failure(check: Check) -> tuple[Key, str]:
     if "needs driver" in check.message:
         return "driver-old", f"update the driver, or build with the nvcc of an older CUDA: {_drivers()}"
     if "no kernel image" in check.message:
-        return "no-kernel-image", f"FASTSPARSE_CUDA_ARCHS= (this GPU's architecture) {_REBUILD}"
+        return (
+            "no-kernel-image",
+            f"FASTSPARSE_CUDA_ARCHS=90 {_REBUILD}, with this GPU's architecture instead of 90",
+        )
     if "out of memory" in check.message:
         cure = "free some GPU memory (nvidia-smi shows which process uses it) and run the doctor again"
         return "out-of-memory", cure

@@ -148,7 +148,9 @@ def explain(
             return Explanation(path, name, framework, "; ".join(dict.fromkeys(map(str, found))))
         drop_in, left = drop_ins.get(type(layer)), why_left(layer)
         cure = f"Use {package}.{drop_in.__name__}, or call" if drop_in else "Call"
-        advice = f"{cure} {package}.accelerate(model)" if not left else f"accelerate() leaves it: {left}"
+        advice = (
+            f"{cure} {package}.accelerate(model)" if not left else f"accelerate() leaves it unchanged: {left}"
+        )
         return Explanation(path, name, framework, f"it is {framework}'s layer. {advice}")
 
     explanations = Explanations(explanation(path, layer) for path, layer in layers.items())

@@ -33,9 +33,7 @@ class Reason(NamedTuple):
         return f"{self.message}: {self.faster} is faster there" if self.faster else self.message
 
     def __str__(self) -> str:
-        if self.cure or self.faster:
-            return f"{self.cause}. {self.cure}" if self.cure else self.cause
-        return f"{self.message} (as asked for)"
+        return f"{self.cause}. {self.cure}" if self.cure else self.cause
 
 
 #: Function that receives reasons, which are then not shown to the user (`listening`).

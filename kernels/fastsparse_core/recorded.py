@@ -69,8 +69,8 @@ class StepRun:
         greatest = self._greatest_of(index)
         if greatest is not None and size <= greatest:
             raise RuntimeError(
-                f"capture pads batches, so nodes or edges have numbers of up to {greatest}, which index a "
-                f"tensor of {size} rows. Put the tensor into the batch, or use PyG's or DGL's pooling"
+                f"capture pads batches, so ids of nodes or edges reach {greatest}, but they index a tensor "
+                f"of {size} rows. Put the tensor into the batch, or use PyG's or DGL's pooling"
             )
 
     def structure(self, key: object, options: Hashable, build: Callable[[], Any]) -> Any:

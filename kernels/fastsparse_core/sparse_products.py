@@ -247,13 +247,13 @@ def _known(matrix: Tensor, x: Tensor) -> tuple[Adjacency, Tensor] | None:
     if dtype not in DTYPE_CODE or matrix.dtype is not dtype:
         reason = f"dtypes {matrix.dtype} and {dtype}"
     elif len(matrix.shape) != 2 or len(x.shape) != 2 or matrix.shape[1] != x.shape[0] or not x.numel():
-        reason = "sizes"
+        reason = "operands that are not two matrices of matching shapes, or are empty"
     elif matrix.device != x.device:
-        reason = "two devices"
+        reason = "operands on two devices"
     elif is_coo and matrix.dense_dim():
         reason = "a matrix with dense dimensions"
     elif not (type(matrix) in PLAIN and is_plain_eager(x.detach() if type(x) is Parameter else x)):
-        reason = "a subclass of Tensor, or a mode that watches operators"
+        reason = "a subclass of Tensor, a transform of torch.func, or a dispatch mode such as FakeTensorMode"
     else:
         try:
             adj = _structure(matrix, dtype)

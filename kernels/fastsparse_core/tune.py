@@ -178,7 +178,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if device.type != "cuda" or not torch.cuda.is_available():
-        print("there is no GPU to measure; CPU kernels do not use a GPU profile", file=sys.stderr)
+        print(
+            f"--device: expected a GPU that PyTorch can use, got {options.device}; CPU kernels do not use a "
+            "GPU profile",
+            file=sys.stderr,
+        )
         return 1
 
     from rich.progress import Progress

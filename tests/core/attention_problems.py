@@ -27,7 +27,7 @@ HEAD_WIDTHS = (1, 3, 8, 16, 20, 32, 40, 47, 64, 130)
 
 
 def each_algorithm(*shapes: tuple[int, int]) -> pytest.MarkDecorator:
-    """Heads and widths of the fused kernels; the first two unfused: its steps have their own tests."""
+    """Heads and widths: all for the fused kernels, two for the unfused steps, which other tests cover."""
     cases = [("fused3s", *shape) for shape in shapes] + [("unfused", *shape) for shape in shapes[:2]]
     return pytest.mark.parametrize(("algorithm", "heads", "width"), cases)
 

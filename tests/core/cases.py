@@ -129,9 +129,9 @@ def rows_of(lengths: Sequence[int], num_src: int, device: str) -> Adjacency:
 
 
 def special_scores() -> tuple[EdgeList, Tensor]:
-    """Rows with NaN and infinite scores, and for every edge what makes its finite score one of them, or 0.
+    """Rows with NaN and infinite scores; for every edge, what is added to its finite score (0 for most).
 
-    Two rows at a time share their sources.
+    Each pair of rows shares its sources.
     """
     nan, inf = float("nan"), float("inf")
     rows = [
@@ -151,7 +151,7 @@ def special_scores() -> tuple[EdgeList, Tensor]:
 
 
 def assert_equal_but_for_rounding(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    """NaN and infinities at the same places, elsewhere a relative Frobenius error below `tolerance`."""
+    """Checks that NaN and infinities are equal, and that the rest has an error of at most `tolerance`."""
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     finite = expected.isfinite()
     assert torch.equal(actual[~finite].nan_to_num(1e300), expected[~finite].nan_to_num(1e300))
@@ -201,7 +201,7 @@ def as_vectors(adj: Adjacency, edges: Tensor) -> Tensor:
 
 
 def saved_bytes(run, *parameters: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A result and the bytes that autograd stores for it, those of parameters aside."""
+    """A result and the bytes that autograd stores for it, without those of parameters."""
     held = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     sizes = {}
 
@@ -217,9 +217,9 @@ def saved_bytes(run, *parameters: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations that PyTorch is asked for: each takes the host about as long as a launch."""
+    """Records the names of PyTorch's operators; each takes the host about as long as a launch."""
 
-    is_harmless = True  # calls go their usual way
+    is_harmless = True  # FastSparse runs its kernels as without this mode
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The table of operators: how each is called and on what, its reference and digits, and what it refuses."""
+"""The table of operators: calls, arguments, references, tolerances, and arguments that are rejected."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ALL = ("sum", "mean", "min", "max", "var", "std")
 
 @dataclass(frozen=True)
 class Digits:
-    """Factors of `cases.TOLERANCE` for results, and what gradients get of them."""
+    """Tolerances of results, as factors of `cases.TOLERANCE`; for gradients, times `gradients`."""
 
     dtypes: float = 2
     shapes: float = 2
@@ -57,15 +57,15 @@ class Operator:
     """An operator.
 
     Attributes:
-        name: Of the operator, and of the way it is called.
-        call: The result, or several, from a structure and `make`'s tensors by name.
-        make: Differentiable tensors by name, for a structure, a shape and a dtype.
+        name: Name of the operator, and of the way it is called.
+        call: Computes one or several results from a structure and `make`'s tensors by name.
+        make: Makes differentiable tensors by name, for a structure, a shape and a dtype.
         small: A shape for numerical derivatives.
-        expected: As `call`, by definition; None: it has tests of its own for that.
+        expected: Computes the same by the definition; None if other tests compare the results.
         shape: A usual shape.
-        shapes: On both sides of what kernels tell apart.
-        digits: How near to `expected` it comes.
-        num_edges: Of the structure that all shapes are tried on.
+        shapes: Shapes on both sides of every size at which kernels change.
+        digits: Tolerances against `expected`.
+        num_edges: Number of edges of the structure for `shapes`.
         lean: A shape for which nothing of the size of edges times width may be allocated.
     """
 
@@ -164,7 +164,7 @@ _HOW: dict[str, Any] = {
     "shape": (32, 8),
     # Lanes of a group from 1 to 8, several tiles, padding of both.
     "shapes": ((1, 1), (8, 4), (20, 3), (33, 8), (64, 32), (130, 5)),
-    # The sign of a number that rounding moves across 0 is that of the rounded number.
+    # Rounding may move a message across 0, so that ReLU drops it or keeps it.
     "digits": Digits(dtypes=4, shapes=4, layouts=10, gradients=1),
 }
 

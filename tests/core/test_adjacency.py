@@ -163,7 +163,7 @@ def test_order_of_a_transpose_is_found_when_it_is_asked_for(device, edges, has_i
     [("random", True, 11), ("sorted", True, 10), ("sorted", False, 9), ("symmetric", False, 6)],
 )
 def test_a_new_structure_and_its_transpose_take_few_operations(device, order, valued, most):
-    """Each is host time of a batch that is seen once: allocations, and one kernel between them."""
+    """Operations add host time to a batch that is used once: only allocations and one kernel are left."""
     edges = torch.randint(0, 300, (2, 2000), generator=torch.Generator().manual_seed(0))
     edges = torch.cat([edges, edges.flip(0)], 1) if order == "symmetric" else edges
     edges = edges[:, edges[0].argsort()] if order == "sorted" else edges
@@ -290,7 +290,7 @@ def test_self_loops(device, mode):
     ].tolist() == [5, 6, 7]
     extended.sum().backward()
     assert value.grad.tolist() == [1, 1, 1, 1, 2 if mode == "replace" else 1]
-    with pytest.raises(ValueError, match="value: expected 5, one per given edge, got 4"):
+    with pytest.raises(ValueError, match="value: expected 5 values, one per edge that the Adjacency"):
         adj.extend_value(value[:4], 1.0)
     with pytest.raises(ValueError, match="extend_value: expected an Adjacency built with self_loops"):
         Adjacency.from_coo(row, col, (3, 4)).extend_value(value, 1.0)
@@ -348,7 +348,7 @@ def test_built_once_from_many_threads(device, monkeypatch):
 
 @pytest.mark.parametrize("interrupted", ["plans", "split_rows"])
 def test_who_sorts_slices_second_waits_for_the_first(interrupted, monkeypatch):
-    """Else it goes on with the old work list, or takes away the new one, whose address kernels have."""
+    """Otherwise it would use the old work list, or free the new one while kernels have its address."""
     adj = Adjacency.from_csr(torch.tensor([0, 2, 2, 5]), torch.tensor([0, 1, 0, 1, 2]), (3, 3))
     adj.has_sorted_slices = False  # as on CUDA, where no row is cut
     first = adj._of_rows.results["row_split"] = unsplit_rows(torch.zeros(3, 2, dtype=torch.int64))
@@ -562,7 +562,7 @@ def test_more_sources_than_blocks_can_name_stay_with_csr(device, caplog):
 @pytest.mark.parametrize("edge_id", [[0, 0], [1, 1]])
 def test_edge_ids_are_a_permutation(device, edge_id):
     rowptr, col = torch.tensor([0, 1, 2], device=device), torch.tensor([0, 1], device=device)
-    with pytest.raises(ValueError, match="edge_id: expected a permutation of 0 to 1"):
+    with pytest.raises(ValueError, match="edge_id: expected a different position from 0 to 1"):
         Adjacency.from_csr(rowptr, col, (2, 2), edge_id=torch.tensor(edge_id, device=device))
 
 

@@ -324,7 +324,7 @@ def test_double_backward(device, ordered):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_double_backward_of_a_layer_that_is_applied_twice(device, ordered, tied):
-    """One input's gradient must not hold what reaches it through another input."""
+    """The gradient of one input must not contain terms that reach it through another input."""
     adj = block(device, 9, 9, 3)
     x = torch.randn(9, 4, dtype=torch.float64, device=device, requires_grad=True)
     weight, bias, root_weight = parameters(torch.float64, device, 4, 4)
@@ -353,7 +353,7 @@ def test_backward_under_another_autocast(device):
 
 
 def test_what_is_kept_is_taken_once(device, ordered):
-    """A checkpoint that does not enter autograd again unpacks nothing twice."""
+    """A checkpoint with use_reentrant=False unpacks each saved tensor only once."""
     adj = block(device, 9, 9, 3)
     leaves = [torch.randn(9, 4, device=device, requires_grad=True), *parameters(torch.float32, device, 4, 4)]
     found = [
@@ -379,7 +379,7 @@ def test_what_no_gradient_needs_may_be_written(device, ordered):
 
 
 def test_features_that_were_cast_may_be_written(device, ordered):
-    """As with linear layers, which keep what autocast cast; second derivatives need them as they were."""
+    """The cast copy is kept, as in linear layers. Second derivatives need the unchanged features."""
     adj = block(device, 9, 9, 3)
     leaves = [torch.randn(9, 4, device=device, requires_grad=True), *parameters(torch.float32, device, 4, 4)]
     found = []
@@ -557,9 +557,9 @@ def test_double_backward_under_autocast(device, ordered, casts_x, needs_x, num_d
 def test_zeros_behind_the_features(
     device, monkeypatch, poisoned_memory, dtype, casts, num_dst, root_only, are_there
 ):
-    """Products of rows of 100 features are those of 104; gradients are of 100, once and twice.
+    """Rows of 100 features are padded to 104 for the products; gradients have 100 columns, second ones too.
 
-    Rows that are so already are summed as they are.
+    Rows that are padded already are summed without a copy.
     """
     given = torch.float32 if casts else dtype
     weight, bias, root_weight = parameters(given, device, width=100)
@@ -651,7 +651,7 @@ def test_weights_made_for_inference(device):
 
 
 def test_weights_that_were_cast_may_be_written(device):
-    """As with linear layers, which keep what autocast cast; second derivatives say what they miss."""
+    """The cast copy is kept, as in linear layers. Second derivatives raise an error that names the cause."""
     x, *weights = mixed(device, torch.float32, torch.float32)
 
     def gradient(changes: bool, **options):
@@ -741,7 +741,7 @@ def test_one_kernel_equals_reference(
 
 
 def on_a_gpu(*cases: Any) -> list[Any]:
-    """What the kernels tell apart, and what stands for them on the CPU does not."""
+    """Cases that differ only for the kernels, not for their replacement on the CPU."""
     return [pytest.param(case, marks=pytest.mark.gpu) for case in cases]
 
 
@@ -925,7 +925,7 @@ def test_who_may_have_fewer_digits(float32_precision):
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_one_kernel_where_all_errors_have_one_sign(hopper, gathers):
-    """Tensor cores cut digits off: of sums of positive numbers always in one direction."""
+    """Tensor cores truncate sums, so all errors of sums of positive numbers have the same sign."""
     num_dst = 5000
     adj = block(hopper.device, num_dst, 2 * num_dst, 5 if gathers else 14)
     leaves = [leaf.detach().abs().requires_grad_() for leaf in drawn(2 * num_dst, 128, 128, hopper.device)]
@@ -1007,7 +1007,7 @@ def test_one_kernel_gives_the_same_bits_twice(hopper, deterministic, gathers):
 
 
 def test_one_kernel_gives_gradients_that_may_be_written(hopper):
-    """Both weights' gradients are added up in one array; who gets them need not know."""
+    """The gradients of both weights share an array, but writing to one must not change the other."""
     adj = block(hopper.device)
     leaves = drawn(NUM_SRC, 20, 12, hopper.device)
     gradients = torch.autograd.grad(aggregate_linear(adj, *leaves, "mean").sum(), leaves)
@@ -1045,7 +1045,7 @@ def test_one_kernel_is_not_for_autocast_nor_other_dtypes(hopper):
 
 
 def test_one_kernel_asks_for_no_work_list(hopper):
-    """Slices are put together after some products: those of the kernel do not count."""
+    """A work list is made after some products. Products of this kernel are not counted."""
     adj = block(hopper.device)
     x, *weights = (leaf.detach() for leaf in drawn(NUM_SRC, 20, 12, hopper.device))
     uses = adj.usage.csr

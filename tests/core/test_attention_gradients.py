@@ -65,7 +65,7 @@ def test_gradients_in_lower_precision(device, kind, dtype, heads, width, dropout
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "width"), [(5, 16), (3, 32), (1, 64), (1, 256)])
 def test_blocks_that_are_cut(device, poisoned_memory, stored_in_quads, heads, width, dtype, extras, first):
-    """What a last block lacks reads node 0, which has no edges: whatever it holds, nothing of it shows."""
+    """The padding of a last block reads node 0, which has no edges. Its features change no result."""
     adj = ragged(4000, device)
     case = problem("dot_product", adj, heads, width, None, dtype, biased=extras, requires_grad=True)
     weight = features(adj.num_dst, heads * width, dtype, "contiguous", device, 7).unflatten(1, (heads, width))
@@ -115,7 +115,7 @@ def test_second_derivatives_of_one_tensor_given_twice(device, same):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives_under_autocast_are_not_rounded(device, kind):
-    """The forward pass, without autocast, has decided every dtype, as for the first derivatives."""
+    """The forward pass ran without autocast and determines all dtypes, as for first derivatives."""
     adj = with_loops(device)
     case = problem(kind, adj, 2, 8, biased=True, requires_grad=True)
     found = []
@@ -157,7 +157,7 @@ def test_a_result_that_is_written_to(device, kind, kept):
 
 
 def test_what_is_kept_of_a_result():
-    """No memory of its own, and whether it was written to since."""
+    """An alias without memory of its own, which shows whether the result was written to."""
     ctx, out = SimpleNamespace(), torch.randn(30, 4)
     kept = _kept_results.alias_of(ctx, out)
     assert kept.data_ptr() == out.data_ptr()

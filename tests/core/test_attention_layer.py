@@ -1,4 +1,4 @@
-"""Attention layers as one node against their operators one after the other, and what is left to those."""
+"""Attention layers as one node against their operators one after the other, and calls that need these."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def structure(device: str, nodes: int = 70, edges: int = 400) -> Adjacency:
 
 
 class Layer:
-    """Parameters of a kind of layer, and its two ways."""
+    """Parameters of a layer, which is computed as one node or by its operators."""
 
     def __init__(self, kind, heads, width, dtype, device, *, mean=False, bias=True, dropout_p=0.0):
         torch.manual_seed(1)
@@ -53,7 +53,7 @@ class Layer:
         self.edge_vector = torch.randn(1, heads, width, **options).requires_grad_()
 
     def with_edges(self, adj: Adjacency, edge_width: int, *, wanted: bool) -> Layer:
-        """The same with features of edges in the dtype of the parameters."""
+        """Adds features of edges in the dtype of the parameters; returns the layer."""
         weight = self.maps[0].weight
         options = {"dtype": weight.dtype, "device": weight.device}
         features = torch.randn(adj.num_values, edge_width, requires_grad=wanted, **options)
@@ -113,7 +113,7 @@ class Layer:
 
 
 def prepared(adj: Adjacency, kernel: str) -> Adjacency:
-    """With the blocks that make `auto` take them."""
+    """The structure; for kernels on blocks, with blocks, so that "auto" chooses these kernels."""
     if kernel == "blocks":
         if not adj.col.is_cuda:
             pytest.skip("the CPU has one kernel")
@@ -123,7 +123,7 @@ def prepared(adj: Adjacency, kernel: str) -> Adjacency:
 
 
 def both(layer: Layer, adj: Adjacency, x: Tensor, grad: Tensor | None = None, seed: int = 3):
-    """Result and gradients of both ways; of one gradient for both."""
+    """Result and gradients of the node and of the operators, for the same upstream gradient."""
     leaves = [x, *layer.parameters()] if x.requires_grad else layer.parameters()
     found = []
     for call in (layer.as_one, layer.by_operators):
@@ -203,9 +203,9 @@ def test_second_derivatives_with_features_of_edges(kind):
 def reference_of(
     layer: Layer, adj: Adjacency, x: Tensor, grad: Tensor, seed: int
 ) -> tuple[list[Tensor], list[float]]:
-    """Dot products in float64, from what the linear maps give: as `both`; and what sums may be off by.
+    """The result and gradients in float64, computed from the outputs of the linear maps; and allowed errors.
 
-    The gradient of a bias sums numbers that were rounded each: their norm, where rounding adds up at random.
+    The gradient of a bias sums rounded numbers. Random rounding errors add up to their norm.
     """
     ends = [one(x).detach().double().requires_grad_() for one in layer.maps]
     key, value, query, *skips = (end.unflatten(1, (layer.heads, layer.width)) for end in ends)
@@ -379,7 +379,7 @@ def test_what_runs_operator_by_operator():
 
 
 def test_weights_may_be_written_before_the_backward_pass():
-    """Where only second derivatives need them: those say so."""
+    """Only second derivatives need the weights, and they raise an error."""
     layer, adj, x = Layer("gatv2", 2, 8, torch.float32, "cpu"), structure("cpu"), torch.randn(70, F_IN)
     out = layer.as_one(adj, x)
     expected = torch.autograd.grad(layer.by_operators(adj, x).sum(), layer.maps[0].weight)[0]

@@ -94,7 +94,7 @@ MOST = {"gat": (5, 8), "gatv2": (7, 10), "dot": (6, 7), "dot with skip": (7, 9)}
 
 @pytest.mark.parametrize("kind", MOST)
 def test_few_operators(kind):
-    """Each takes the host as long as a launch, and layers on small graphs nothing else."""
+    """An operator takes the host as long as a launch, which is all the time of layers on small graphs."""
     adj, layer = structure("cpu"), Layer(kind, 2, 8, torch.float32, "cpu")
     x = torch.randn(70, F_IN, requires_grad=True)
     leaves = [x, *layer.parameters()]

@@ -100,7 +100,7 @@ def test_one_row_and_none(device):
 
 
 def test_numbers_of_columns_in_other_dtypes(device):
-    """As of a model in bfloat16, whose running statistics are in it too."""
+    """A model in bfloat16 has running statistics in bfloat16, too."""
     x, grad, mask = draw((300, 24), torch.bfloat16, device)
     numbers = [torch.rand(24, device=device).bfloat16() for _ in range(4)]
     expected, expected_grads, expected_running = expected_of(x, grad, mask, *numbers[:2], numbers[2:])

@@ -106,7 +106,7 @@ def test_tall_results_sum_by_themselves(monkeypatch, rows, given):
 
 
 def test_no_gradient_is_none(how):
-    """As where a function after it gives none: an optimizer must not see zeros."""
+    """If a later function returns no gradient, the bias gets None: an optimizer must not see zeros."""
 
     class Stop(torch.autograd.Function):
         @staticmethod

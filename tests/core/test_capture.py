@@ -1,4 +1,4 @@
-"""Steps and models that become CUDA graphs by themselves; without a GPU, the form that is recorded."""
+"""`capture`: steps and models that are recorded as CUDA graphs, which the CPU simulates."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CALLS = machinery.CALLS + 10
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """The CPU has something like CUDA graphs."""
+    """Simulates CUDA graphs on the CPU."""
     simulate(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
 def graphs_on(request, monkeypatch):
-    """Every device that a test runs on has graphs."""
+    """Simulates CUDA graphs for tests that run on the CPU."""
     monkeypatch.setattr(log, "seen", set())
     if "device" in request.fixturenames and request.getfixturevalue("device") == "cpu":
         request.getfixturevalue("simulated")
@@ -187,7 +187,7 @@ def test_gradients_are_accumulated(device):
 
 
 def test_gradients_outlive_other_replays(device):
-    """Graphs share memory: what one leaves, as gradients, is not what another one overwrites."""
+    """Graphs share memory, but the replay of one must not overwrite gradients of another."""
     task, plain = Task(device), Task(device)
 
     @capture
@@ -231,7 +231,7 @@ def test_evaluation_leaves_gradients_alone(device):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
 def test_steps_that_run_as_they_are_keep_their_optimiser(device, optimizer):
-    """What recording needs of an optimiser is taken back where the step is not recorded."""
+    """If the step is not recorded, the optimiser's settings are restored."""
     task = Task(device, optimizer)
     before = [{name: item for name, item in group.items() if name != "params"} for group in groups(task)]
 
@@ -272,7 +272,7 @@ def groups(task):
 
 @pytest.mark.parametrize("kind", ["tensor", "number", "in place"])
 def test_what_the_host_keeps_from_call_to_call_is_not_recorded(device, kind):
-    """Written into a tensor it is."""
+    """State is only recorded if the step writes it into one tensor."""
     x, kept = torch.ones(5, device=device), [torch.zeros((), device=device), 1.0]
 
     @capture
@@ -418,7 +418,7 @@ def test_gradient_scalers(device):
 
 
 def test_features_in_16_bits_under_autocast(device):
-    """Without autocast, as steps are compared, they do not meet the weights."""
+    """Steps are compared without autocast, where 16-bit features do not fit 32-bit weights."""
     model = torch.nn.Linear(16, 4).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -714,7 +714,7 @@ def test_linear_maps_sum_their_bias_gradients(monkeypatch, dtype, autocast):
 
 
 def test_a_mask_made_for_inference():
-    """It counts no writes: it is taken as it was read."""
+    """Inference tensors count no writes, so the mask is assumed to be unchanged."""
     with torch.inference_mode():
         mask = torch.tensor([True, False, True])
     masks, x = Masks(), torch.arange(6.0).view(3, 2)
@@ -791,7 +791,7 @@ def test_what_is_no_step_is_refused():
 
 @pytest.mark.gpu
 def test_arguments_on_two_devices():
-    """What changes on the CPU is not read by a record."""
+    """A step whose argument changes on the CPU is not recorded."""
     run = capture(lambda x, index: x[index])
     x = torch.randn(8, 3, device="cuda")
     for nth in range(CALLS):

@@ -127,7 +127,7 @@ def test_errors_of_other_kinds_are_cleaned_up_too(gpu):
 
 @pytest.mark.parametrize("place", ["here", "backward"])
 def test_backward_passes_know_the_run_that_they_belong_to(place):
-    """Those of a GPU run in threads of autograd's."""
+    """On a GPU, backward passes run in autograd's threads."""
     run, seen = StepRun(has_padding=False, of_edges=lambda: None), []
 
     def look():

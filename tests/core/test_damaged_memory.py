@@ -66,7 +66,7 @@ def without_memory(*shape: int, device: str, first: int) -> Tensor:
 
 
 def calls_without_memory(device: str) -> dict[str, Callable[[Callable[..., Tensor]], object]]:
-    """Calls by what of them has no memory; each gets a function that makes such tensors of a shape."""
+    """Calls by the name of the operand without memory; a call gets a function that makes such tensors."""
     adj = graph(device)
     index = torch.arange(NODES, device=device).flip(0) // 2
     rowptr = torch.tensor([0, 20, NODES], device=device)
@@ -129,7 +129,7 @@ UNREAD = ("_num_given", "_merge", "_loop_edge", ("partition", 2))
 
 
 def structures(device: str) -> dict[str, tuple[Any, Callable[[Any], object]]]:
-    """Structures by name, and what reads and writes by them."""
+    """Structures by name, each with a function that uses it."""
     rows = torch.ones(NODES, 8, device=device)
 
     def products(adj: Adjacency) -> list[Tensor]:
@@ -169,14 +169,14 @@ def same(one: Any, other: Any) -> bool:
 
 
 def restored(device: str) -> Iterator[tuple[str, str]]:
-    """Whole ones work as before, used ones too."""
+    """Intact pickles of new and of used structures give the same results."""
     for name, (made, use) in structures(device).items():
         for again in (pickle.loads(pickle.dumps(made)), (use(made), pickle.loads(pickle.dumps(made)))[1]):
             yield name, "same" if same(use(made), use(again)) else "another result"
 
 
 class _Changed(pickle.Pickler):
-    """Writes another state of one object."""
+    """Pickles one object with another state."""
 
     def __init__(self, to: Any, of: Any, state: Any) -> None:
         super().__init__(to)
@@ -197,7 +197,7 @@ def parts_of(made: Any) -> dict[str, Any]:
 
 
 def changes(part: Any) -> Iterator[tuple[str, Any]]:
-    """What may have become of one part of a structure."""
+    """Damaged versions of one part of a structure, by name."""
     if isinstance(part, Tensor):
         for at in (0, part.numel() // 2, -1) if part.numel() else ():
             for number in (-1, -(2**30), 200 if part.dtype == torch.uint8 else 2**30):
@@ -316,7 +316,7 @@ def test_a_damaged_adjacency_says_what_to_do():
     adj = graph("cpu")
     with pytest.raises(ValueError, match="got a damaged one .*col: expected indices from 0 to num_src"):
         adj.__setstate__({**adj.__getstate__(), "col": adj.col + 100})
-    with pytest.raises(NotImplementedError, match="no pickling"):
+    with pytest.raises(NotImplementedError, match="does not support pickling"):
         PartitionedAdjacency.__new__(PartitionedAdjacency).__setstate__(adj.__getstate__())
 
 

@@ -476,7 +476,7 @@ def _failure(rank: int, size: int, device: torch.device, send: Any) -> None:
 
 
 def _on_their_way() -> list[Any]:
-    """Features of other ranks, and messages, that someone holds."""
+    """Received features and messages that are still referenced."""
     gc.collect()
     return [each for each in gc.get_objects() if type(each) in (HaloFeatures, Transfer)]
 
@@ -668,10 +668,10 @@ def _errors(rank: int, size: int, device: torch.device) -> None:
         spmm(part, x, value_layout="me_bcrs")
     with pytest.raises(ValueError, match=f"x: expected {NODES} rows, one per node"):
         part.scatter(x)
-    with pytest.raises(ValueError, match=f"x: expected {part.num_dst} rows, one per own node"):
+    with pytest.raises(ValueError, match=f"x: expected {part.num_dst} rows, one per node of this rank"):
         part.gather(features(NODES, WIDTH))
     for refused in (part.t, part.row, lambda: part.col, lambda: part.to("meta"), lambda: copy.deepcopy(part)):
-        with pytest.raises(NotImplementedError, match="a PartitionedAdjacency has no"):
+        with pytest.raises(NotImplementedError, match="a PartitionedAdjacency does not support"):
             refused()
     kept = maxk(x.float(), 2)
     with pytest.raises(NotImplementedError, match="ssd"):

@@ -186,5 +186,5 @@ def test_names_are_followed_where_they_can_be(reasons):
     assert [record.message.partition(". ")[0] for record in reasons.records] == [
         "attention runs as algorithm='csr' instead of 'fused3s': a",
         "attention runs as algorithm='fused3s' instead of 'csr': b",
-        "attention stores scores for every edge, which takes time and memory: a",
+        "attention stores scores for every edge, which takes time and memory: a; b",
     ]

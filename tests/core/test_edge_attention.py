@@ -1,4 +1,4 @@
-"""Attention with edge features: what `test_operators.py` does not ask of all operators."""
+"""Attention with edge features: what `test_operators.py` does not test."""
 
 from __future__ import annotations
 

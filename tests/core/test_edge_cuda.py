@@ -243,7 +243,7 @@ def test_unused_gradients_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("name", ["tanh", "softplus", "elu"])
 def test_functions_of_small_numbers(name: str) -> None:
-    """Whose formulas by exp would round to 0."""
+    """Formulas with exp would round their results to 0."""
     adj, options = graph("cpu"), [1.0] if name == "elu" else []
     x = torch.full((NUM_SRC, 33), -17.0 if name == "softplus" else -1e-6)
     y = torch.zeros(NUM_DST, 33)

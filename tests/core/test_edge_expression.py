@@ -244,7 +244,7 @@ def test_second_derivatives(name: str, how: str, device: str):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_either_setting_of_tf32(device: str):
-    """PyTorch answers no question about the older one once it was told by the newer one."""
+    """PyTorch raises an error if the older setting is read after the newer one was written."""
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"

@@ -1,4 +1,4 @@
-"""Messages that meet their edges' features: what `test_operators.py` does not ask of all operators."""
+"""Messages with edge features: what `test_operators.py` does not test."""
 
 from __future__ import annotations
 

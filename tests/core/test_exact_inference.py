@@ -1,4 +1,4 @@
-"""Where results of exact inference are."""
+"""Exact inference: on which device results are stored, and how they are moved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastsparse_core.exact_inference import tiles
 def test_a_result_that_does_not_fit_yet_is_put_together(
     monkeypatch: pytest.MonkeyPatch, free: int, freed: int, later: int, rows_here: int
 ) -> None:
-    """Its first rows stay on the device; whether all come there is seen when its source is gone."""
+    """Some rows stay on the device. All rows move there if there is memory once the input is freed."""
     monkeypatch.setattr(tiles, "_send", lambda source, target, buffers: target.copy_(source))
     monkeypatch.setattr(tiles.Placement, "fits", lambda self, size: size <= 0.85 * free)
     monkeypatch.setattr(tiles.Placement, "free", lambda self: free)

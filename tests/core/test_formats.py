@@ -235,9 +235,9 @@ def test_statistics_against_brute_force(device, edges, kind):
 )
 @SETTINGS
 def test_hybrid_rows_against_brute_force(device, lengths):
-    """Long items in the order of rows, then short ones; what several share has slots in that order.
+    """Long items in the order of rows, then short ones; rows of several items have slots in that order.
 
-    Behind the long items there may be unused ones, and rows without a short item have one of length -1.
+    Unused items may follow the long ones. A row without a short item has one of length -1.
     """
     longs, shorts, split_row, split_ptr = [], [], [], [0]
     begin = 0
@@ -310,7 +310,7 @@ def test_hybrid_rows_of_both_devices_are_equal(poisoned_memory, kind):
 
 @pytest.mark.parametrize("lengths", [[64] * 9, [65] * 9, [1, 64], [64, 320], [256, 257], [100_000]])
 def test_hybrid_rows_reserve_enough(lengths):
-    """The most items of either kind are as many as there are, where rows are as bad as can be."""
+    """Memory is reserved for the largest number of items, which equal rows of the worst length reach."""
     rowptr = torch.tensor([0, *lengths]).cumsum(0)
     rows = HybridRows.from_rowptr(rowptr, sum(lengths))
     most_long = rows.slices.size(0) - len(lengths)

@@ -1,4 +1,4 @@
-"""The measure of rounding in gradients of parameters of one number."""
+"""`gradient_terms`: sizes of the terms that gradients of parameters with one number sum up."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def exactly(adj, x, weight, bias, grad, *, out_by_in, relu, factors):
 
 
 def sizes(adj, x, weight, bias, grad, *, out_by_in, factors):
-    """The same of absolute values: what is summed, whatever cancels."""
+    """The same with absolute values: the sizes of the terms, without cancellation."""
     bias = None if bias is None else bias.abs()
     return exactly(
         adj, x.abs(), weight.abs(), bias, grad.abs(), out_by_in=out_by_in, relu=False, factors=factors
@@ -296,7 +296,7 @@ def test_scales_of_another_dtype(device):
 
 
 def test_what_is_kept_of_a_call_is_of_its_kind(device):
-    """Nothing that was found out for tensors of one kind is used for another."""
+    """Facts that are cached for tensors of one kind are not used for another kind."""
     adj = structure(device)
     weight, bias = parameters(torch.float32, device, 24, 40)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32):

@@ -230,7 +230,7 @@ def test_positions_may_be_a_tensor(store):
 
 
 def test_changes_of_a_dataset_are_detected(monkeypatch):
-    """Another object always; a write when its tensor's turn has come, or at once if there is time for all."""
+    """Other objects are always detected, and writes once their tensor is checked: some in each call."""
     now = 0.0
 
     def clock():

@@ -1,4 +1,4 @@
-"""Edges by destination: what shares a graph's rows must not take its columns for its own."""
+"""`incidence()`: a structure of edges by destination, which shares a graph's rows but not its columns."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Unsupported(nn.Module):
 
 
 class OnlyConstructed(Original):
-    """Defines nothing but how it is constructed."""
+    """Defines only an annotation and its constructor."""
 
     note: int
 

@@ -1,4 +1,4 @@
-"""What large structures take while they are built: pieces of a sort, no second structure, nothing unasked."""
+"""Memory while large structures are built: sorts in pieces, no second structure, nothing unneeded."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_conversion_to_blocks_needs_memory(monkeypatch, reasons) -> None:
 
 
 def _lean_parts(rank: int, size: int, device: torch.device) -> list[float]:
-    """The most memory that each constructor took, by what it keeps."""
+    """Peak memory of each constructor, relative to the memory of its result."""
     compress._PIECE_ENTRIES = local_rows.PIECE_ENTRIES = partitioned_adjacency.PIECE_ENTRIES = 4_000
     nodes, count = 100, 400_000
     row = torch.arange(nodes).repeat_interleave(count // nodes).to(torch.int32)

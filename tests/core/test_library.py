@@ -183,7 +183,7 @@ def test_zeros_behind_a_matrix_that_was_written(keeps: bool, edit: Callable[[tor
 
 
 def test_zeros_behind_a_copy():
-    """The copy of a view and that of its base count what is written to them apart."""
+    """Copies of a view and of its base are separate tensors, so the zeros are not known any more."""
     x = with_zeros_behind(torch.nn.functional.pad(torch.randn(12, 12), (0, 4)), 12)
     copied = copy.deepcopy(x)
     assert torch.equal(copied, x)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 
 def in_a_child(do) -> bool:
-    """Whether ``do`` ends well in a forked process, within ten minutes."""
+    """True if ``do`` returns in a forked process within ten minutes."""
     pid = os.fork()
     if pid == 0:
         try:

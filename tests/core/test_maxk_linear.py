@@ -55,7 +55,7 @@ def test_aggregate_sparse_equals_dense_aggregation(device, reduce, valued):
 
 
 def test_a_weight_written_before_the_sums_are_repeated_is_an_error():
-    """Where it is needed: those of features without gradient may be written, as with a linear layer."""
+    """Only if the weight is needed: if x needs no gradient, it may be written, as with a linear layer."""
     adj = Adjacency.from_coo(torch.tensor([0, 1, 1]), torch.tensor([1, 0, 1]), (2, 2))
     weight = torch.randn(6, 3, requires_grad=True)
     for needed in (True, False):
@@ -296,7 +296,7 @@ def test_what_needs_no_gradient_gets_none(device, recompute):
 
 @RECOMPUTE
 def test_weights_without_gradient_may_change_before_the_backward_pass(device, recompute):
-    """Those of features without gradient are not kept."""
+    """If x needs no gradient, the weight is not kept."""
     operands = operands_on(device)
     expected = torch.autograd.grad(operands.result("sum", recompute).sum(), operands.weight)
     operands.x.requires_grad_(False)
@@ -329,7 +329,7 @@ def subsets(operands):
 
 @RECOMPUTE
 def test_second_derivatives_are_those_of_dense_products(device, recompute):
-    """Asked for by name, so that nothing raises where a term is missing."""
+    """For every subset of the inputs, whose gradients `autograd.grad` computes alone."""
     operands = operands_on(device, torch.float64, valued=True)
 
     def products(out, inputs):

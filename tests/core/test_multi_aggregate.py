@@ -1,4 +1,4 @@
-"""Several aggregations at once: what `test_operators.py` does not ask of all operators."""
+"""Several aggregations at once: what `test_operators.py` does not test."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_any_structure(edges):
 
 
 def test_entries_that_share_an_extremum_share_its_gradient(device):
-    """Evenly, over the slices of a heavy row too, and where it is 0, as scatter_reduce otherwise does."""
+    """Evenly, over all slices of a heavy row; as in scatter_reduce, except for extrema of 0."""
     adj = ragged(4000, device)
     x = draw(adj.num_src, 8, device=device).round().requires_grad_()
     out = multi_aggregate(adj, x, ("max", "min"))
@@ -78,7 +78,7 @@ def test_equal_messages_do_not_deviate(device):
 
 @pytest.mark.parametrize("min_variance", [1e-5, 1e-3])
 def test_small_variances_are_no_deviation(min_variance, device):
-    """Nor do they have a gradient; the default is that of PyG."""
+    """Below `min_variance`, the deviation and its gradient are 0, as in PyG."""
     adj = Adjacency.from_coo(*torch.tensor([[0, 0, 1, 1], [0, 1, 2, 3]], device=device), (2, 4))
     distance = min_variance**0.5  # distance of messages from the mean: a fifth below, a fifth above
     x = 1 + distance * torch.tensor([[-0.8], [0.8], [-1.2], [1.2]], device=device)

@@ -28,7 +28,7 @@ def ring(device: str = "cpu", num_nodes: int = 16) -> Adjacency:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the products asked for, in order, forward and backward."""
+    """The algorithms that products are called with, in order, forward and backward."""
     seen: list[str] = []
     launch = sys.modules["fastsparse_core.ops._spmm_plan"]
     original = launch.launch_spmm
@@ -237,7 +237,7 @@ H200 = gpu.read(gpu.MEASURED / "nvidia_h200.json")
 
 
 def structure(device: str = "cuda", num_edges: int = 1_000_000, **facts: Any) -> Facts:
-    """A structure: converted, on a device that need not be there."""
+    """Facts about a converted structure; the machine need not have its device."""
     given: dict[str, Any] = {
         "num_src": 100_000,
         "num_dst": 100_000,

@@ -1,4 +1,4 @@
-"""What a thread stashes of its step lives as long as it is used, with every version of PyTorch."""
+"""Objects that a thread stores for its step live as long as they are used, in every version of PyTorch."""
 
 import ctypes
 import sys

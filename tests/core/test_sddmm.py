@@ -125,7 +125,7 @@ def test_tensor_cores(device, kernels, group_rows, dtype, shape):
 def test_blocks_that_are_cut(
     device, poisoned_memory, stored_in_quads, kernels, shape, dtype, num_edges, group_rows, first
 ):
-    """What a last block lacks reads source 0, which has no edges: whatever it holds, nothing of it shows."""
+    """The padding of a last block reads source 0, which has no edges. Its features change no result."""
     adj = ragged(num_edges, device, group_rows)
     generator = torch.Generator().manual_seed(0)
     x_dst, known = (torch.randn(n, *shape, generator=generator).to(device, dtype) for n in adj.shape)

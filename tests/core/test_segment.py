@@ -239,8 +239,8 @@ def test_an_index_that_compiled_code_makes(device):
 
 
 def test_new_indices_of_one_size(device):
-    # After an index that does not ascend, the next ones are sorted unchecked, including wrong and ascending
-    # ones.
+    # After an index that does not ascend, the next ones are sorted without a check first, also if they ascend
+    # or have wrong values.
     src = torch.randn(3000, 4, dtype=torch.float64, device=device)
     for nth, size in enumerate([100, 100, 128, 128, 1, 1]):
         index = torch.randint(0, size, (3000,), device=device)

@@ -16,7 +16,7 @@ from fastsparse_core.sampling import FeatureTable
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def team(request: pytest.FixtureRequest) -> Iterator[Team]:
-    """Two processes, with a GPU each or none."""
+    """Two processes, on the CPU or with one GPU each."""
     if request.param == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     members = Team(2, request.param)

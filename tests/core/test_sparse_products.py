@@ -24,7 +24,7 @@ def enabled():
 
 
 def served():
-    """Of the calls that were recorded, how many ran on the kernels, and how many did not."""
+    """Numbers of recorded calls that ran on the kernels, and that did not."""
     rows = call_report.report().rows
     ours = sum(count for row, count in rows if row.by == "spmm")
     return ours, sum(count for _, count in rows) - ours

@@ -424,7 +424,7 @@ def test_calls_that_differ_from_those_before(device, poisoned_memory, dtype, wid
 
 
 def test_factors_live_until_the_launch(monkeypatch):
-    """While a CUDA graph is captured the structure keeps none, and partial results could take their place."""
+    """The structure does not keep them during a capture; scratch memory must not be allocated over them."""
     launch = sys.modules["fastsparse_core.ops._spmm_plan"]
     adj, gathered, alive = ragged(4000, "cpu"), [], []
 
@@ -535,7 +535,7 @@ def test_subnormal_numbers_on_tensor_cores(exponent):
 
 
 def test_rules_are_asked_once_until_a_structure_is_worth_converting(monkeypatch):
-    """Batches are seen once, by several layers; a structure that stays is asked about again."""
+    """The layers of a batch share one choice. After `policy.REUSE` uses, the rule runs for every call."""
     asked = []
 
     def rule(facts, *_, **options):

@@ -105,7 +105,7 @@ def test_ties_go_to_the_first_entry(device, row, winner):
 
 @pytest.mark.parametrize("reduce", ["sum", "max"])
 def test_features_that_no_gradient_reads_may_be_written(device, reduce):
-    """Nor are they kept: those of a sum with constant values, and of a maximum."""
+    """Sums with constant values, and maxima, do not keep their features."""
     adj = random_graph(6, 7, 30).adjacency(device)
     leaf = torch.randn(7, 6, device=device, dtype=torch.float64, requires_grad=True)
     value = torch.rand(30, device=device, dtype=torch.float64) if reduce == "sum" else None
@@ -164,7 +164,7 @@ def test_deterministic_mode_covers_extrema(device):
 
 @pytest.mark.parametrize("width", [3, 8, 64])
 def test_gradients_of_extrema_repeat(device, width):
-    """Without deterministic algorithms, too, and as the formula has them."""
+    """They repeat without deterministic algorithms, too, and equal the formula."""
     generator = torch.Generator().manual_seed(0)
     row, col = (torch.randint(0, 40, (6000,), generator=generator) for _ in range(2))
     row[:4000] = 7  # the row and the column are split into slices

@@ -104,7 +104,7 @@ def test_gradients_of_dense_vectors(device, dtype, heads):
 def test_blocks_that_are_cut(
     device, poisoned_memory, stored_in_quads, width, dtype, num_edges, group_rows, first
 ):
-    """What a last block lacks reads source 0, which has no edges: whatever it holds, nothing of it shows."""
+    """The padding of a last block reads source 0, which has no edges. Its features change no result."""
     adj = ragged(num_edges, device, group_rows)
     known = features(adj.num_src, width, dtype, "contiguous", device)
     known_scale = torch.rand(adj.num_src, device=device) + 0.5

@@ -26,7 +26,7 @@ KERNELS = [("cpu", "csr"), *(pytest.param("cuda", each, marks=pytest.mark.gpu) f
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Chooses as if algorithms had to be deterministic, or not; poisoned memory makes them."""
+    """Sets whether algorithms must be deterministic, which poisoned memory would set to True."""
 
     def use(algorithm: str) -> None:
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: algorithm == "csr")
@@ -35,7 +35,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def kept_ids(rows: int, width: int, k: int, device: str, *, wide: bool = False) -> Tensor:
-    """Random columns, ascending in every row; uint16 where 8 bits do not do, or where asked."""
+    """Random columns, ascending in every row; uint16 if 8 bits are too few, or if ``wide``."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.rand(rows, width, generator=generator).argsort(1)[:, :k].sort(1).values
     return ids.to(torch.uint16 if wide or width > 256 else torch.uint8).to(device)
@@ -354,7 +354,7 @@ def test_layouts(monkeypatch, poisoned_memory, edges, num_blocks, height, strip,
 
 @pytest.mark.gpu
 def test_a_capture_takes_a_layout_that_is_there(monkeypatch):
-    """A warm-up with some kept columns handles others: no layout can be built while a graph is captured."""
+    """A capture cannot build a layout, so it uses that of a warm-up with another number of kept columns."""
     monkeypatch.setattr(policy, "ssd_backward_algorithm", lambda *call: "windows")
     monkeypatch.setattr(policy, "panel_layout", lambda *rest: PanelLayout(HEIGHT, 1 + rest[3] // 16, 8, 1024))
     adj = many_kinds().adjacency("cuda")

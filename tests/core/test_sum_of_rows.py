@@ -1,4 +1,4 @@
-"""Sums of rows, as biases' gradients ask for, against float64 and against PyTorch's."""
+"""Sums of rows, as in gradients of biases, against float64 and against PyTorch."""
 
 from __future__ import annotations
 

@@ -60,4 +60,4 @@ def test_measures_and_stores(tmp_path, monkeypatch):
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tune.main([]) == 1
-    assert "no GPU" in capsys.readouterr().err
+    assert "--device: expected a GPU that PyTorch can use, got cuda" in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_of_its_dtype(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize(("inside", "outside"), [(NARROW, WIDE), (WIDE, NARROW)], ids=["widens", "narrows"])
 def test_under_autocast(reduce: str, inside: int, outside: int, dtype: torch.dtype, device: str) -> None:
-    """Features and their values as they come; parameters of float32, as a model keeps them."""
+    """Features and values of either dtype, with parameters in float32."""
     adj, edges, given = draw(torch.float32, device, inside, outside)
     given[:2] = [each.detach().to(dtype).requires_grad_() for each in given[:2]]
     exact = [each.detach().double().requires_grad_() for each in given]

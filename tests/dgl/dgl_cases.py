@@ -101,7 +101,7 @@ def weights(graph: Any, *shape: int, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def layer_pair(fast_class: type, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """A layer of ours and DGL's own, made with the same arguments and equal parameters of their own."""
+    """A drop-in and DGL's layer, made with the same arguments, with copies of the same parameters."""
     fast = fast_class(*copy.deepcopy(args), **kwargs)
     reference = next(base for base in fast_class.__mro__ if base.__module__.startswith("dgl."))(
         *copy.deepcopy(args), **kwargs
@@ -139,13 +139,13 @@ def outputs_and_gradients(layer: Any, graph: Any, feat: Any, options: dict[str, 
         for leaf in _leaves(item):
             found[name] = leaf.grad
     for name, parameter in layer.named_parameters():
-        # A copy: moving a module moves the gradients that its parameters hold with it.
+        # A copy, because moving the module would also move these gradients.
         found[name] = None if parameter.grad is None else parameter.grad.clone()
     return found
 
 
 def _upstream(out: Tensor) -> Tensor:
-    """The gradient of an output that is always taken."""
+    """The fixed upstream gradient of an output."""
     return torch.randn(out.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64).to(out)
 
 

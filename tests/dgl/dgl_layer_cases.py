@@ -32,9 +32,9 @@ class Case(NamedTuple):
 
     Attributes:
         name: DGL's class.
-        arguments: The constructor's first ones, from the widths of the features and of the result.
-        options: The others, by name.
-        edges: What edges bring along: features of this width (-1: the nodes' width), or "weight".
+        arguments: Positional arguments of the constructor, from the widths of features and result.
+        options: Arguments of the constructor by name.
+        edges: Width of the features of edges (-1: the nodes' width), "weight", or "" for neither.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Case(NamedTuple):
         return theirs, ours
 
     def rest(self, graph: Any, i: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """What the edges bring along."""
+        """Features or weights of the edges, as a list of none or one."""
         if self.edges == "":
             return []
         generator, count = torch.Generator().manual_seed(2), graph.num_edges()
@@ -197,7 +197,7 @@ def check(
 
 
 def check_layer(name: str, graph: Any, device: str, fast_graph: Any = None, **options: Any) -> None:
-    """``check`` of a layer with these options of its constructor."""
+    """Calls ``check`` for a layer that is made with these options."""
     tolerance = 2e-5 if name in ATTENTION else TOLERANCE
     made = layers(name, **options)
     check(made, graph, inputs(name, graph), device, fast_graph=fast_graph, tolerance=tolerance)

@@ -32,7 +32,7 @@ AWAY = [
 
 @contextlib.contextmanager
 def enabled_for(device: str) -> Iterator[None]:
-    """DGL on FastSparse inside, with graphs on that device."""
+    """Context in which DGL runs on FastSparse, with graphs on that device."""
     if device == "pretended:0":
         assert pretended is not None
         with pretended.pretended_device():
@@ -43,13 +43,13 @@ def enabled_for(device: str) -> Iterator[None]:
 
 
 def in_thread(device: str) -> Any:
-    """Where the device is there in another thread than that of :func:`enabled_for`."""
+    """Context that makes the device available in another thread than that of :func:`enabled_for`."""
     return pretended.Pretend() if pretended and device == "pretended:0" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def enabled(**options: Any) -> Iterator[None]:
-    """DGL on FastSparse inside, and DGL's own code outside again."""
+    """Context in which DGL runs on FastSparse; DGL's own code runs again after it."""
     fastsparse_dgl.enable(**options)
     try:
         yield

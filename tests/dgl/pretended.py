@@ -27,7 +27,7 @@ from fastsparse_dgl import caching, graph
 from fastsparse_dgl.hooks import joint
 
 backend_registration._setup_privateuseone_for_python_backend("pretended")
-# From here on, PyTorch also asks this accelerator, in every test of the process.
+# From here on, PyTorch also calls these functions of the device, in every test of the process.
 torch.pretended.get_rng_state = lambda *_: torch.empty(0, dtype=torch.uint8)  # type: ignore[attr-defined]
 torch.pretended.set_rng_state = lambda *_: None  # type: ignore[attr-defined]
 torch.pretended.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ class Pretended(Tensor):
 
 
 class Pretend(TorchDispatchMode):
-    """Where the device is there, for what makes tensors."""
+    """Mode in which functions that make tensors can make them on the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
@@ -122,7 +122,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cpu_copy(adj: Adjacency) -> Adjacency:
-    """The same structure where kernels can read it."""
+    """The same structure on the CPU, where kernels can read it."""
     if not isinstance(adj.rowptr, Pretended):
         return adj
     if not hasattr(adj, "cpu_copy"):
@@ -138,7 +138,7 @@ def _cpu_copy(adj: Adjacency) -> Adjacency:
 
 @contextlib.contextmanager
 def pretended_device() -> Iterator[str]:
-    """The device is there inside, and FastSparse is enabled for graphs on it."""
+    """Context in which the device is available, and FastSparse is enabled for graphs on it."""
     with pytest.MonkeyPatch.context() as patch, Pretend():
         patch.setitem(dgl.ndarray.DGLContext.STR2MASK, DEVICE.type, 2)
         for module in (dgl.backend, sys.modules["dgl.backend.pytorch.tensor"]):
@@ -162,7 +162,7 @@ _real_tensor = torch.tensor
 
 
 def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
-    """`torch.tensor`, which makes its tensor where no mode sees it."""
+    """Replaces `torch.tensor`, whose new tensor no mode sees: makes it on the CPU, then moves it."""
     made = _real_tensor(data, **kwargs)
     return made if device is None else made.to(device)
 

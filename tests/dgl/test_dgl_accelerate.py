@@ -196,16 +196,16 @@ def hetero_results(model: nn.Module, graph: Any, device: str) -> Results:
     sum(part.square().sum() for part in out.values()).backward()
     found: Results = {f"out[{name}]": part.detach() for name, part in out.items()}
     found.update({f"feat[{name}]": part.grad for name, part in feat.items()})
-    # Copies: moving a module moves the gradients that its parameters hold with it.
+    # Copies, because moving the module would also move these gradients.
     found.update({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
     return found
 
 
 def hetero_close(found: Results, expected: Results) -> None:
-    """Errors relative to the size of usual gradients, 1.
+    """Compares with errors relative to the largest entry, or to 1, the size of usual gradients.
 
-    Where no score of a row is on the other side of GAT's leaky ReLU, the gradient of the destinations'
-    scores is nothing but rounding.
+    If all scores of a row are on one side of GAT's leaky ReLU, the exact gradient of the destination's score
+    is 0, and the computed one is only a rounding error.
     """
     assert found.keys() == expected.keys()
     for name, want in expected.items():

@@ -151,7 +151,7 @@ def test_message_passing(kind: str) -> None:
 
 
 def test_writes(kind: str) -> None:
-    """As in DGL: a feature has the numbers of when it is read, and what is put into a block stays there."""
+    """As in DGL, a feature has the numbers of its first read, and data written to a block stays there."""
     graph = with_data()
     graph.ndata["feat"] = torch.arange(180.0).reshape(30, 6)
     _, _, (block,) = drawn(graph, 3)
@@ -222,7 +222,7 @@ def test_moved_unread(pins: bool, is_enabled: bool) -> None:
 
 
 def test_only_what_is_read_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what a captured step has to hold is what a batch before was asked for."""
+    """A captured step only holds the data that was read from an earlier batch."""
     monkeypatch.setattr(neighbor_sampler, "gathered", unread_on_cpu)
     monkeypatch.setattr(neighbor_sampler, "dgl_can_hold", lambda device: False)
     tables, gather = [], block_data._rows

@@ -281,7 +281,7 @@ def test_uva_says_what_to_do(device: str) -> None:
 
 @pytest.mark.parametrize("workers", [1])
 def test_forked_workers_sample_on_the_cpu(workers: int) -> None:
-    """A process that is forked inherits it; its graphs are the parent's."""
+    """A forked process inherits enable() and the parent's graphs."""
     whole = graph_with_data()
     with enabled():
         sampler = dgl.dataloading.NeighborSampler([3, 3], prefetch_node_feats=["h"])

@@ -45,7 +45,7 @@ def hetero():
 
 @pytest.fixture
 def without_dgls_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this DGL could hold graphs on no device at hand."""
+    """Makes FastSparse assume that this DGL supports blocks on no device."""
     monkeypatch.setattr(neighbor_sampler, "dgl_can_hold", lambda device: False)
 
 
@@ -399,7 +399,7 @@ def test_names_to_prefetch_that_are_none():
 
 
 def test_seeds_by_the_only_type():
-    """Come back by type, as from DGL."""
+    """Output nodes are returned by type, as in DGL."""
     seeds = {"_N": torch.tensor([3, 4])}
     for package in (fastsparse_dgl, dgl.dataloading):
         inputs, outputs, _ = package.NeighborSampler([2]).sample_blocks(with_data(), seeds)

@@ -24,7 +24,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def draw(rows: int, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers away from 0, by which may be divided."""
+    """Numbers that are not close to 0, for divisions."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.rand(rows, *shape, generator=generator) + 0.5
     sign = torch.randint(2, numbers.shape, generator=generator) * 2 - 1

@@ -198,7 +198,7 @@ def test_blocks_are_not_dgls_where_enable_keeps_the_structure_on_the_host(
 
 @pytest.fixture
 def without_dgls_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DGL's block of the same edges, which takes longer than a layer to make, raises."""
+    """Raises an error if DGL's block of the same edges is made, which takes longer than a layer."""
 
     def make(*_: object) -> None:
         raise AssertionError("DGL's block was made")

@@ -349,7 +349,7 @@ def called(case: Case) -> Callable[[Any, Model], Any]:
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """What the plans of a test gained; few edges are planned, too."""
+    """Collects the gains of all plans of a test, and also makes plans for few edges."""
     found: list[tuple[str, ...]] = []
     by_plan = user_functions._by_plan
 
@@ -381,7 +381,7 @@ def test_functions(case: Case, device: str, plans: list[tuple[str, ...]]) -> Non
 def check(
     call: Callable[[Any, Model], Any], make: Callable[[], Any] = graph, given: Any = None, times: int = 2
 ) -> None:
-    """The same on DGL's code and enabled."""
+    """Checks that a call gives the same with DGL's code and with FastSparse enabled."""
     expected = run(call, g=make(), given=given)
     with enabled():
         for _ in range(times):
@@ -395,7 +395,7 @@ def squashed(nodes):
     return {"out": torch.sigmoid(nodes.data["out"])}
 
 
-#: Calls that show an apply function, or other relations' results, what nodes without messages get.
+#: Calls in which an apply function or other relations read the results of nodes without messages.
 EXTREMUM_CALLS = {
     "update_all": lambda g, *functions: g.update_all(*functions, squashed, etype="r"),
     "send_and_recv": lambda g, *functions: g.send_and_recv(
@@ -874,7 +874,7 @@ def test_the_report_says_that_a_function_asks_for_features() -> None:
     with enabled(report=True):
         layer(graph, torch.randn(graph.num_nodes(), 6), torch.zeros(graph.num_edges(), dtype=torch.int64))
         reasons = {row.reason for row, _ in call_report.report().rows if row.call == "update_all"}
-    assert reasons == {"asks whether there is a feature 'norm'"}
+    assert reasons == {"checks whether there is a feature 'norm'"}
 
 
 @pytest.mark.parametrize("is_on", [False, True])

@@ -52,7 +52,7 @@ def test_each_layer_of_a_model():
     assert found["unused"].by == "not called"
     assert "aggregator_type='lstm' has no kernel. Use 'mean', 'gcn' or 'pool'" in found["layers.1"].reason
     assert "Use fastsparse_dgl.FastGraphConv" in found["layers.2"].reason
-    assert "it is DGL's layer. accelerate() leaves it: has no drop-in" in found["layers.3"].reason
+    assert "it is DGL's layer. accelerate() leaves it unchanged: has no drop-in" in found["layers.3"].reason
     assert "aggregators=['mean', 'moment3']" in found["layers.5"].reason
     assert not any("Tower" in item.layer for item in found.values())
 

@@ -130,10 +130,10 @@ def test_npz_splits_are_kept_and_unlabelled_nodes_left_out(tmp_path: Path, split
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"y": None}, "has no y: node labels are what"),
+        ({"y": None}, "has no y: this example trains on node labels"),
         ({"edge_index": None}, r"has no edge_index \(or rowptr and col\)"),
-        ({"edge_index": np.array([[0], [5]])}, "names nodes 0 to 5 in its edges, but has 5 nodes"),
-        ({"edge_index": np.array([[0], [-1]])}, "names nodes -1 to 0"),
+        ({"edge_index": np.array([[0], [5]])}, "has edges between nodes 0 to 5, but only 5 nodes"),
+        ({"edge_index": np.array([[0], [-1]])}, "has edges between nodes -1 to 0"),
         ({"x": np.ones((4, 2))}, "has 4 rows of features for 5 nodes"),
         ({"y": np.zeros((5, 2))}, r"labels of shape \(5, 2\)"),
         ({"y": np.zeros(5)}, "has 1 classes"),

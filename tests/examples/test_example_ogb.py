@@ -164,7 +164,7 @@ def test_nothing_is_fetched_unasked(tmp_path: Path, name: str, framework: str) -
     with pytest.raises(ExampleError, match="--download") as refusal:
         ogb_data.open_dataset(name, tmp_path, framework, download=False)
     text = str(refusal.value)
-    assert re.search(r"Fetch http://\S+\.zip, unpack it and name its folder", text)
+    assert re.search(r"Download http://\S+\.zip, unpack it and rename its folder", text)
     assert str(tmp_path / name.replace("-", "_")) in text
     assert list(tmp_path.iterdir()) == []
 
@@ -172,7 +172,7 @@ def test_nothing_is_fetched_unasked(tmp_path: Path, name: str, framework: str) -
 def test_a_file_that_is_missing_is_named(root: Path) -> None:
     need("pyg")
     (root / "ogbn_arxiv" / "split" / "time" / "valid.csv.gz").unlink()
-    with pytest.raises(ExampleError, match=r"split/time/valid\.csv\.gz is not there"):
+    with pytest.raises(ExampleError, match=r"split/time/valid\.csv\.gz does not exist"):
         node(root, "--epochs", "1")
 
 
@@ -521,7 +521,7 @@ def test_checkpoints_are_neither_overwritten_nor_mixed_up(root: Path, tmp_path: 
     path.write_text("notes of somebody's, not a model\n")
     with pytest.raises(ExampleError, match="is not a checkpoint that --checkpoint wrote"):
         node(root, *keep, "--resume")
-    with pytest.raises(ExampleError, match="say with --checkpoint"):
+    with pytest.raises(ExampleError, match="name the file to continue from with --checkpoint"):
         node(root, "--resume")
 
 
@@ -529,8 +529,8 @@ def test_checkpoints_are_neither_overwritten_nor_mixed_up(root: Path, tmp_path: 
     ("arguments", "message"),
     [
         (["--dataset", "ogbn-papers100M", "--batching", "full"], "too large to train on as a whole"),
-        (["--inference", "layerwise"], "expected full where --batching is full"),
-        (["--batching", "neighbor", "--inference", "layerwise"], "weighs neighbours by degrees"),
+        (["--inference", "layerwise"], "expected full with --batching full"),
+        (["--batching", "neighbor", "--inference", "layerwise"], "needs the degrees in the whole graph"),
         (["--batching", "neighbor", "--fanouts", "5"], "one number for each of --layers 2"),
         (["--model", "gat", "--heads", "3"], "expected a multiple of --heads 3"),
         (["--csv", "/no/such/folder/log.csv"], "--csv .* does not exist"),

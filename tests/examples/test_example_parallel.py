@@ -107,7 +107,7 @@ def test_alone_is_the_first() -> None:
             "--parallel fullgraph: expected --batching full",
         ),
         (["--parallel", "fullgraph", "--conv", "reference"], "expected --conv fast"),
-        (["--parallel", "fullgraph", "--model", "maxk-sage"], "expected gcn, sage, gat or gt"),
+        (["--parallel", "fullgraph", "--model", "maxk-sage"], "expected --model gcn, sage, gat or gt"),
     ],
 )
 def test_what_cannot_work_is_said(

@@ -9,9 +9,9 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def propagate_of_plain_layers() -> None:
-    """PyG writes a class's `propagate` for the first layer made of it, whose options decide what it can do.
+    """Makes plain layers first: PyG generates `propagate` of a class from the options of its first layer.
 
-    A first layer with several aggregations leaves those after it without `message_and_aggregate`.
+    If that layer has several aggregations, later layers of the class do not use `message_and_aggregate`.
     """
     from torch_geometric.nn import GCNConv, GINConv, GraphConv, SAGEConv
 
@@ -30,7 +30,7 @@ def fresh_cache() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def kernels_for_few_edges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests have few edges, for which layers of several kernels run PyG's code on a GPU."""
+    """Runs the kernels for few edges on a GPU, too, where some layers would run PyG's code."""
     from fastsparse_pyg.nn import base
 
     monkeypatch.setattr(base, "FEW_EDGES_ON_GPU", -1)

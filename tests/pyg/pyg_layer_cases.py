@@ -33,14 +33,14 @@ class Case(NamedTuple):
 
     Attributes:
         original: PyG's class.
-        options: Of the constructor, by name.
-        widths: Of the features that it is compared on, and of its result.
-        edges: What edges bring along: features of this width (-1: the nodes' width), or one of `WEIGHTS`.
-        arguments: The constructor's first ones, from both widths.
-        call: Its result, where that is not ``layer(x, edges, *rest)``.
-        dtypes: In which it is compared with the original.
-        tolerance: By dtype, 1e-5 where it does not say.
-        floor: As `pyg_cases.same` has it.
+        options: Arguments of the constructor, by name.
+        widths: Widths of the features and of the result.
+        edges: Width of the features of edges (-1: the nodes' width), one of `WEIGHTS`, or "" for neither.
+        arguments: Positional arguments of the constructor, from both widths.
+        call: Calls the layer; None: ``layer(x, edges, *rest)``.
+        dtypes: Dtypes in which the layer is compared with the original.
+        tolerance: Tolerance by dtype; 1e-5 for other dtypes.
+        floor: Argument of `pyg_cases.same`.
     """
 
     original: Any
@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
     @property
     def fast(self) -> type[nn.Module]:
-        """Ours."""
+        """The drop-in's class."""
         return DROP_INS[self.original]
 
     @property
@@ -79,7 +79,7 @@ class Case(NamedTuple):
     def pair(
         self, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any
     ) -> tuple[nn.Module, nn.Module]:
-        """PyG's layer, and ours on the same parameters; none is constant, as forgotten zeros would pass."""
+        """PyG's layer and the drop-in with equal parameters. None is constant: zeros would hide faults."""
         reference = self.make(self.original, device, dtype, **options)
         for parameter in reference.parameters():
             if not (parameter - parameter.mean()).any():
@@ -92,7 +92,7 @@ class Case(NamedTuple):
         return torch.randn(rows, self.widths[0], device=device, dtype=dtype, requires_grad=True)
 
     def rest(self, edges: Tensor, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """What the edges bring along."""
+        """Features or weights of the edges, as a list of none or one."""
         if self.edges == "":
             return []
         count, made = edges.size(1), {"device": edges.device, "dtype": dtype}
@@ -104,7 +104,7 @@ class Case(NamedTuple):
         return [weight.requires_grad_(self.edges != "constant")]
 
     def bounds(self, dtype: torch.dtype = torch.float32) -> dict[str, float]:
-        """How near results and gradients have to be."""
+        """Tolerances of results and gradients."""
         return {"tolerance": self.tolerance.get(dtype, 1e-5), "floor": self.floor}
 
     def check(self, layers: tuple[Any, Any], graphs: Iterable[Any], given: Any, x: Any, *rest: Any) -> None:
@@ -123,7 +123,7 @@ def _cases(
     widths: Iterable[tuple[int, int]] = ((6, 4),),
     **how: Any,
 ) -> Iterator[Case]:
-    """Every option with every width and all that edges may bring; `edge_dim` says what they do bring."""
+    """All combinations of options, widths and kinds of edges; an option `edge_dim` sets the edges' width."""
     for each, of_edges, both in itertools.product(options, edges, widths):
         yield Case(original, each, both, each.get("edge_dim") or of_edges, **how)
 

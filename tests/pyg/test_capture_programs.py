@@ -182,7 +182,7 @@ def changed_after(x):
     ids=lambda step: step.__name__,
 )
 def test_numbers_that_the_step_goes_on_to_use(device, step):
-    """They are refused, by their line, and what was done with them is done as often as without `capture`."""
+    """The step is refused, naming the line, and its side effects happen as often as without `capture`."""
     x = torch.arange(1.0, 5.0, device=device)
     states, code = [], step.__code__
     for run_ in (step, capture(step)):
@@ -233,7 +233,7 @@ def test_numbers_that_are_returned(device, step):
 
 
 def test_float_stays_what_it_is_elsewhere(device):
-    """In the same function it may be a type, and take text."""
+    """`float` may also be used as a type, and convert text, in the same function."""
 
     def step(x):
         assert isinstance(1.0, float)
@@ -504,7 +504,7 @@ def test_batches_of_threads_under_autocast(device, conv):
 
 @pytest.mark.parametrize("fault", ["deviation", "norm"])
 def test_faults_under_autocast_are_still_refused(device, fault):
-    """What mixes the graphs of a batch, in 16 bits."""
+    """Steps in 16 bits that mix the graphs of a batch."""
 
     def loss(net, batch):
         with torch.autocast(batch.x.device.type, torch.bfloat16):

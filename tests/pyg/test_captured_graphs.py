@@ -60,7 +60,7 @@ class Dense(nn.Module):
     """Attention over each graph by a dense batch, as people write it."""
 
     takes_batch = True
-    kept = (to_dense_batch,)  # a reference that no module has
+    kept = (to_dense_batch,)  # a reference that is not in a module, so it cannot be replaced there
 
     def __init__(self, keeps=False):
         super().__init__()
@@ -408,7 +408,7 @@ def test_a_step_that_gathers(device):
 @pytest.mark.parametrize("trims", [False, True])
 @pytest.mark.parametrize("conv", ["sage", "gcn", "gat", "gatv2", "transformer", "pyg-gin"])
 def test_sampled_neighbours(device, conv, trims):
-    """Hops are padded apart: layers may leave out those that the seeds do not need any more."""
+    """Each hop is padded on its own, because later layers may leave out the outer hops."""
     data = whole_graph("cpu")
     loader = NeighborLoader(data, [5, 3], batch_size=16, input_nodes=torch.arange(0, 90), device=device)
 

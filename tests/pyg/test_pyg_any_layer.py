@@ -554,7 +554,7 @@ FEW: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Tensor]]] 
 @pytest.mark.parametrize("where", ["as on a GPU", "on the CPU"])
 @pytest.mark.parametrize("name", FEW)
 def test_few_edges_take_the_steps_of_pyg(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results and gradients are the same, whatever a layer hands over."""
+    """Results and gradients are the same for all arguments of propagate()."""
     if where == "on the CPU":
         monkeypatch.setattr(any_layer, "FEW_EDGES", E + N + 1)
     else:
@@ -566,7 +566,7 @@ def test_few_edges_take_the_steps_of_pyg(name: str, where: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("first", [False, True])
 def test_few_edges_heed_the_options_of_an_aggregation(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one layer of a class may do does not hold for the next one."""
+    """Two layers of one class with aggregations of other options."""
     monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda *_: True)
     monkeypatch.setattr(any_layer, "is_new", lambda *_: False)
     it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
@@ -631,7 +631,7 @@ def test_edges_in_int32(name: str, few: bool, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_wrong_calls_with_few_edges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyG's own errors, and what it takes that is none."""
+    """Unusual calls give PyG's results, and wrong calls PyG's errors."""
     monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda *_: True)
     x, y = torch.randn(N, 6), torch.randn(7, 6)
     layer, fast = (pyg.EdgeConv(nn.Linear(12, 4)) for _ in range(2))
@@ -715,7 +715,7 @@ SEEN: list[int] = []
 
 
 class Hostile(MessagePassing):
-    """Base of what follows: `forward` hands over everything."""
+    """Base of the following layers: `forward` passes all its arguments to propagate()."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -817,7 +817,7 @@ class OwnAggregation(Hostile):
 
 
 class OwnSize(Hostile):
-    """Sizes its result by the edges, as AllSet's models, whose destinations are other nodes."""
+    """The edges determine the number of results, as in AllSet, whose destinations are not the nodes of x."""
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
         other = torch.stack([edge_index[0], edge_index[1] * 2])
@@ -837,7 +837,7 @@ class FewerDestinations(OwnSize):
 
 
 class UnreadSources(Hostile):
-    """Sources whose features are not read are not bounded."""
+    """Indices of sources may exceed the number of nodes if no features of sources are read."""
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
         other = torch.stack([edge_index[0] * 3, edge_index[1]])

@@ -37,7 +37,7 @@ def family(request: pytest.FixtureRequest) -> Case:
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:Converting sparse tensor")
 @pytest.mark.usefixtures("kernels_only")
 def test_matrix_with_values_and_loops(device, family, kind):
-    """Its values do not count, and its own loops are replaced."""
+    """The values of the matrix are ignored, and its self loops are replaced."""
     edge_index = random_graph(device=device)
     weight = torch.rand(edge_index.size(1), device=device) + 0.1
     graph = as_kind(kind, edge_index, 40, 40, weight)
@@ -81,11 +81,11 @@ def test_large_features_cost_no_more_digits_than_the_original(name, edge_dim, sc
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 @pytest.mark.usefixtures("kernels_only")
 def test_scores_of_very_different_size(device, name):
-    """Scores of +-1e4 neither overflow nor drown; the original in float64 says what is right.
+    """Scores of +-1e4 do not overflow and do not hide others, compared with the original in float64.
 
-    In float32 a score of 1e4 is known to 1e-3, and so are weights of neighbours that nearly tie. Gradients
-    of the attention's own parameters are then differences of nearly equal numbers, in the original as here:
-    they need only be finite.
+    In float32, a score of 1e4 has an error of 1e-3, and so do the weights of neighbours with similar
+    scores. Gradients of the attention's own parameters are differences of nearly equal numbers, also in the
+    original, so they only have to be finite.
     """
     edge_index = random_graph(device=device)
     reference, layer = FAMILIES[name].pair(device)

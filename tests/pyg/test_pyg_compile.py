@@ -303,7 +303,7 @@ def test_edges_that_are_a_buffer_are_converted_once(device):
 @pytest.mark.skipif(not HAS_CPP, reason="built without FASTSPARSE_CPP=1")
 @pytest.mark.parametrize("layer", [FastGCNConv(6, 4), FastSAGEConv(6, 4), FastGATConv(6, 4)])
 def test_programs_for_cpp_check_indices_on_the_cpu(layer):
-    """The number of nodes, too, which stands for loops that are left out."""
+    """Also an index that equals the number of nodes, which marks removed loops within the program."""
     edge_index, x = random_graph(), torch.randn(40, 6)
     free = torch.export.Dim.DYNAMIC
     shapes = ({0: free}, {1: free})

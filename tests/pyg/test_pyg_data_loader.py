@@ -535,7 +535,7 @@ def test_an_attribute_that_pyg_collates_says_why(monkeypatch):
     ids=["dict", "list", "lists of different lengths", "different dtypes"],
 )
 def test_attributes_of_several_tensors(values, stored):
-    """That the random graphs above have too, now and then."""
+    """The random graphs above have such attributes, too, but rarely."""
     graphs = [Data(x=torch.ones(2, 1), parts=value) for value in values]
     for options in ({}, {"follow_batch": ["parts"]}):
         check_or_same_error(graphs, {"batch_size": 2, "shuffle": False, **options}, all_stored=stored)

@@ -89,7 +89,7 @@ ON_KINDS = [
 
 
 def kinds_of(case: Case) -> list[str]:
-    """Matrices bring no features of edges, and have no order for the gates of residual gated layers."""
+    """Kinds of graphs for a case. Matrices have no features of edges, and no edge order for gated layers."""
     if isinstance(case.edges, int) or case.original is pyg.ResGatedGraphConv:
         return [kind for kind in KINDS if kind not in MATRICES]
     if case.edges == "weight":  # PyG's matrices cannot have leaves as weights

@@ -78,7 +78,7 @@ def test_edge_features_of_one_dimension(device):
 
 @pytest.mark.usefixtures("kernels_only")
 def test_edge_features_are_optional(device):
-    """edge_dim without features and features without edge_dim: neither counts."""
+    """edge_dim without features has no effect, and neither have features without edge_dim."""
     edge_index = random_graph(device=device)
     x = torch.randn(40, 6, device=device, requires_grad=True)
     reference, layer = pair("gat", 6, 5, edge_dim=3, device=device)

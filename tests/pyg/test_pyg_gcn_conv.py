@@ -196,7 +196,7 @@ def test_cached_keeps_the_first_graph(device, kind, weight_kind):
 @pytest.mark.parametrize("weight_kind", ["none", "constant"])
 @pytest.mark.parametrize("kind", ["edge_index", "csr"])
 def test_cached_form_is_the_original_s(device, kind, weight_kind):
-    """What PyG's code reads from the private attribute is what it would have put there."""
+    """The private attribute with the cache has the value that PyG's code would store."""
     edge_index = random_graph(device=device)
     weight = weights(weight_kind, edge_index.size(1), device)
     graph = as_kind(kind, edge_index, 40, 40, weight)
@@ -383,7 +383,7 @@ def test_gradients_in_batches(device, weighted):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("way", ["restore", "hook"])
 def test_the_cache_of_16_bit_features_keeps_their_dtype(dtype, way):
-    """Where PyG's code reads it: it would have kept weights in the features' dtype."""
+    """PyG's code reads the cached weights, and expects the features' dtype, in which it would store them."""
     edge_index, x = random_graph(), torch.randn(40, 6).to(dtype)
     layer = FastGCNConv(6, 5, cached=True).to(dtype)
     expected = layer(x, edge_index)
@@ -397,7 +397,7 @@ def test_the_cache_of_16_bit_features_keeps_their_dtype(dtype, way):
 
 
 def test_layers_of_both_kinds_on_one_weighted_matrix():
-    """PyG's count up the version of a COO matrix whose values they leave as they are."""
+    """PyG's layers increase the version counter of a COO matrix without changing its values."""
     edge_index = random_graph().unique(dim=1)
     matrix = torch.sparse_coo_tensor(edge_index, torch.rand(edge_index.size(1)), (40, 40)).coalesce()
     x = torch.randn(40, 6)

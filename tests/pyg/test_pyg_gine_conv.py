@@ -119,7 +119,7 @@ def test_the_original_runs_where_no_kernel_can_and_says_why(reasons):
     x, edge_attr = draw(40, 6, "cpu"), draw(edge_index.size(1), 6, "cpu")
     cases = [
         ({"aggr": "mean"}, x, edge_attr, "aggr='mean'"),
-        ({}, x, edge_attr[:, :1].expand(-1, 6).double(), "features of two dtypes"),
+        ({}, x, edge_attr[:, :1].expand(-1, 6).double(), "or weights of different dtypes"),
         ({}, x[None], edge_attr, "features that are not one matrix per side"),
     ]
     for options, given, edges, why in cases:
@@ -193,7 +193,7 @@ def test_under_autocast_results_have_the_original_dtype(device, options, begins,
 
 @pytest.mark.usefixtures("kernels_only")
 def test_edges_may_be_wider_than_nodes_under_autocast(device):
-    """As in every layer but a model's first, which is given 16 bits by the one before."""
+    """In all layers except a model's first, the nodes' features are 16-bit results of the previous layer."""
     edge_index = random_graph(device=device)
     reference, layer = pair(device)
     layer.load_state_dict(reference.state_dict())

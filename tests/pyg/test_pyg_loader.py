@@ -66,7 +66,7 @@ def check_batch(batch, data) -> None:
 
 @pytest.fixture
 def messages(reasons: pytest.LogCaptureFixture):
-    """What the plugin says, as if it had said nothing before."""
+    """The plugin's messages; earlier tests do not suppress messages that are logged once."""
     return lambda: [record.message for record in reasons.records]
 
 

@@ -526,7 +526,7 @@ def test_messages(message: Message, aggr: str, device: str):
 @pytest.mark.parametrize("aggr", ["sum", "max"])
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
 def test_narrow_rows_per_edge_by_kernels(message: Message, aggr: str, monkeypatch: pytest.MonkeyPatch):
-    """As those of wide rows are."""
+    """Generated kernels usually compute wide rows only."""
     monkeypatch.setattr("fastsparse_core.message_plans.plan._LEAST_WIDTH", 1)
     layer, fast = make(message, aggr, "cuda")
     edge_index, inputs = problem("cuda")

@@ -33,7 +33,7 @@ def edges_of(
 
 @pytest.mark.parametrize(("edge_dim", "given"), [(3, None), (None, 3)])
 def test_edge_features_and_edge_dim_need_each_other(edge_dim, given):
-    """The original says what it thinks of one without the other."""
+    """One without the other raises an error, as in the original."""
     edge_index = random_graph()
     x = draw(40, 6, "cpu")
     edges = [draw(edge_index.size(1), given, "cpu")] if given else []
@@ -107,7 +107,7 @@ def test_features_of_edges_that_were_written_are_refused_with_a_cure(device):
 
 
 def test_weights_may_be_written_before_the_backward_pass(device):
-    """Which reads their joint copy."""
+    """The backward pass reads a joint copy of the weights."""
     edge_index = random_graph(device=device)
     layer, x = pair(6, 5, device=device)[1], draw(40, 6, device)
     outs = [layer(x, edge_index) for _ in range(2)]

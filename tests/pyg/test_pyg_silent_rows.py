@@ -27,7 +27,7 @@ LEFT_OUT = {
 
 
 def distinct() -> list[Case]:
-    """Every layer with every option; a weight, of all that edges may bring. Fills concern loops alone."""
+    """Every layer with every option that matters here; only one kind of weights, and no fill values."""
     found: dict[str, Case] = {}
     for case in CASES:
         left_out = any(case.options.get(name) in values for name, values in LEFT_OUT.items())

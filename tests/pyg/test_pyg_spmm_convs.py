@@ -60,7 +60,7 @@ def test_hypergraphs(
 def test_hyperedges_without_nodes(
     attention: bool, num_edges: int | None, rows: int, device: str, kernels_only: None
 ) -> None:
-    """In between, and behind the last that holds one, with rows for them or not."""
+    """Empty hyperedges between others and after the last one, with and without rows of weights for these."""
     original, ours = made("HypergraphConv", 6, 4, device=device, use_attention=attention)
     edges = random_graph(40, 15, 120, device=device)
     edges = edges[:, edges[1] != 4]

@@ -317,7 +317,7 @@ def test_rgat(device, monkeypatch, every_pair, mechanism, mode, mod):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_rgat_of_few_nodes_is_one_node(device, monkeypatch, dropout, dtype):
-    """Which drops the weights that the operators drop."""
+    """Its dropout drops the same weights as the operators."""
     monkeypatch.setattr(FastRGATConv, "_takes_every_pair", lambda *_: True)
     edge_index, kind = graph(device)
     layer = FastRGATConv(4, 3, RELATIONS, heads=2, dropout=dropout).to(device, dtype)

@@ -35,7 +35,7 @@ def layers(request) -> tuple[nn.Module, nn.Module]:
 
 
 def test_fake_tensors(layers):
-    """Whatever PyG's layer does: where it removes self loops, it finds that their number is unknown."""
+    """The same shape or error as PyG's layer, which cannot count self loops if it removes them."""
     shapes = []
     for layer in layers:
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -138,7 +138,7 @@ class _Container(Argument):
         items = list(value.values()) if isinstance(value, dict) else list(value)
         self.parts = [argument_of(item) for item in items]
         if any(part.sizes is not None for part in self.parts):
-            raise TypeError("it takes a batch inside of a container. Pass the batch as a separate argument")
+            raise TypeError("a batch is inside a list, tuple or dict. Pass the batch as a separate argument")
         names = tuple(value) if isinstance(value, dict) else ()
         key: tuple[Any, ...] = (type(value), names, *(part.key for part in self.parts))
         super().__init__(value, key, [tensor for part in self.parts for tensor in part.tensors])

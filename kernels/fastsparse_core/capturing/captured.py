@@ -453,7 +453,7 @@ class Captured:
         others = [functools.partial(again, shift) for shift in shifts]
         if not chosen.difference <= _tolerated(chosen.difference, rounds, replayed, others):
             raise Refused(
-                f"the recorded step gave {where} that differs from the plain step's (relative difference "
+                f"the recorded step and the plain step differ in {where} (relative difference "
                 f"{chosen.difference:.1e}). Usual causes: Python state that changes between calls, random "
                 "numbers drawn with NumPy or on the CPU"
             )

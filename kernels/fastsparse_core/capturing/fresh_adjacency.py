@@ -101,7 +101,9 @@ class FreshAdjacency(Adjacency):
                 padding.
         """
         if duplicates != "keep":
-            raise RuntimeError(f"a recorded step cannot merge edges (duplicates={duplicates!r})")
+            raise RuntimeError(
+                f"a recorded step cannot merge edges (duplicates={duplicates!r}); merge them before the step"
+            )
         run.check_capacity(row, shape[0])
         run.check_capacity(col, shape[1])
         num_given = row.numel()

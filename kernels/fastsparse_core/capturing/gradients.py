@@ -10,6 +10,10 @@ from torch import Tensor
 
 from fastsparse_core.capturing.refused import Refused
 
+_SPARSE = (
+    "a parameter's gradient is sparse. Use dense gradients, for example torch.nn.Embedding(sparse=False)"
+)
+
 
 class GradientBuffers:
     """One tensor for the gradient of every parameter, which all records of a step write to.
@@ -72,7 +76,7 @@ class RecordedGradients:
             gradient = parameter.grad
             if is_there and gradient is not None and gradient is not buffer:
                 if gradient.layout is not torch.strided:
-                    raise Refused("gradients are sparse")
+                    raise Refused(_SPARSE)
                 buffer.copy_(gradient)
                 parameter.grad = buffer
 
@@ -85,7 +89,7 @@ class RecordedGradients:
             if parameter.grad is not None and parameter.grad is not buffer
         ]
         if any(gradient.layout is not torch.strided for _, gradient in made):
-            raise Refused("gradients are sparse")
+            raise Refused(_SPARSE)
         if made:
             with torch.no_grad():
                 torch._foreach_copy_([buffer for buffer, _ in made], [gradient for _, gradient in made])

@@ -137,8 +137,9 @@ def _check_capacity(mode: MaskedFunctions, x: Any, dim: Any, index: Any) -> None
     greatest = mode.greatest_of(index) if isinstance(dim, int) else None
     if greatest is not None and x.dim() and x.size(dim) <= greatest:
         raise RuntimeError(
-            f"capture pads batches, so nodes or edges have numbers of up to {greatest}, which index a tensor "
-            f"of shape {tuple(x.shape)}. Put the tensor into the batch, or use PyG's or DGL's pooling"
+            f"capture pads batches, so ids of nodes or edges reach {greatest}, but they index dimension "
+            f"{dim} of a tensor of shape {tuple(x.shape)}. Put the tensor into the batch, or use PyG's or "
+            "DGL's pooling"
         )
 
 

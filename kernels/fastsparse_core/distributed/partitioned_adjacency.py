@@ -251,7 +251,9 @@ class PartitionedAdjacency(Adjacency):
         given = _OPTIONS | options
         unknown = options.keys() - _OPTIONS.keys()
         if unknown:
-            raise TypeError(f"from_csr: expected options of from_coo, got {', '.join(sorted(unknown))}")
+            raise TypeError(
+                f"from_csr: expected options among {', '.join(_OPTIONS)}, got {', '.join(sorted(unknown))}"
+            )
         send, self_loops, group_rows = (given.pop(name) for name in ("send", "self_loops", "group_rows"))
 
         def rows_of(rank: int) -> tuple[Adjacency, HaloExchange]:
@@ -286,7 +288,7 @@ class PartitionedAdjacency(Adjacency):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("rowptr", "col", "edge_id"):
-            _unsupported(f"attribute {name!r}")
+            _unsupported(f"the attribute {name!r}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
@@ -316,7 +318,7 @@ class PartitionedAdjacency(Adjacency):
 
     def row(self) -> Tensor:
         """Raises an error: entries refer to nodes of other ranks, so a list of the entries is of no use."""
-        _unsupported("list of edges")
+        _unsupported("lists of edges")
 
     def t(self, *, valued: bool = True) -> Adjacency:
         """Raises an error, because the rows of the transpose are on other ranks.
@@ -324,7 +326,7 @@ class PartitionedAdjacency(Adjacency):
         Args:
             valued: as in :meth:`Adjacency.t`.
         """
-        _unsupported("transpose")
+        _unsupported("the transpose")
 
     def in_degree(self) -> Tensor:
         """Number of entries per row, int64 (num_dst,)."""
@@ -381,7 +383,9 @@ class PartitionedAdjacency(Adjacency):
             ValueError: ``x`` does not have one row per local node.
         """
         if x.size(0) != self.num_dst:
-            raise ValueError(f"x: expected {self.num_dst} rows, one per own node, got {tuple(x.shape)}")
+            raise ValueError(
+                f"x: expected {self.num_dst} rows, one per node of this rank, got shape {tuple(x.shape)}"
+            )
         sizes = self.statistics.rows
         # All pieces have the same size, because gloo cannot gather pieces of different sizes.
         piece = x.new_zeros(max(sizes), *x.shape[1:])
@@ -409,7 +413,7 @@ class PartitionedAdjacency(Adjacency):
         """
         given = [x for x in features if x is not None]
         for x in given:
-            check_features("features", x, self.num_dst, "the own nodes", self)
+            check_features("features", x, self.num_dst, "num_dst", self)
         cast = given if exact else [x for x in autocast(*given) if x is not None]
         flat = [x.reshape(x.size(0), x.shape[1:].numel()) for x in cast]
         dtype = None if exact else self.halo_dtype
@@ -586,7 +590,7 @@ class PartitionedAdjacency(Adjacency):
         """
         if torch.empty(0, device=device).device == self.device:
             return self
-        _unsupported("copy on another device (build it from edges on that device)")
+        _unsupported("copies on other devices (build it from edges on that device)")
 
     def __getstate__(self) -> dict[str, Any]:
         _unsupported("pickling (build it on every rank)")
@@ -605,7 +609,7 @@ class PartitionedAdjacency(Adjacency):
 
 def _unsupported(what: str) -> NoReturn:
     raise NotImplementedError(
-        f"a PartitionedAdjacency has no {what}: it supports spmm, sddmm, edge_softmax and attention, and "
-        "layers that use only these operators. PyG's and DGL's own code, ssd (MaxK layers) and explanations "
-        "need the whole graph"
+        f"a PartitionedAdjacency does not support {what}. It supports spmm, sddmm, edge_softmax and "
+        "attention, and layers that use only these operators. PyG's and DGL's own code, ssd (MaxK layers) "
+        "and explanations need the whole graph"
     )

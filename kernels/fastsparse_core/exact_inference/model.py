@@ -263,7 +263,8 @@ def _checked(parts: Sequence[_Part], framework: Framework, x: Tensor, small: Adj
         expected = _whole(part, framework, x)
         if not isinstance(expected, Tensor):
             raise ValueError(
-                f"model: expected layers that return one tensor, got {type(expected).__name__} of {part.name}"
+                f"model: expected layers that return one tensor, got {type(expected).__name__} from "
+                f"{part.name}"
             )
         try:
             found = run(small, x, [stage], placement)

@@ -74,10 +74,10 @@ class Fields:
         self._known[name] = self.written[name] = value
 
     def __contains__(self, name: Any) -> bool:
-        raise Untraceable(f"asks whether there is a feature {name!r}")
+        raise Untraceable(f"checks whether there is a feature {name!r}")
 
     def __iter__(self) -> Any:
-        raise Untraceable("asks which features there are")
+        raise Untraceable("lists the features")
 
     def __getattr__(self, name: str) -> Any:
         raise Untraceable(f"reads .{name} of features")

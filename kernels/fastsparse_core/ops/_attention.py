@@ -136,7 +136,7 @@ def unsupported_reason(
     if kind == GATV2 and not 0 <= scale <= 1:
         return f"negative_slope={scale}, not from 0 to 1, on CUDA"
     if (kind == DOT_PRODUCT or edge_width is not None) and adj.num_values >= 2**32:
-        return f"{adj.num_values} values, 2^32 or more"
+        return f"{adj.num_values} edges, 2^32 or more"
     if dtype == torch.float64:
         return "float64 on CUDA"
     if heads == 0 or not 0 < width // heads <= MAX_HEAD_WIDTH:

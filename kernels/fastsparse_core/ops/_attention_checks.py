@@ -112,12 +112,13 @@ def check_gatv2(
         kind = att.dtype if isinstance(att, Tensor) else type(att).__name__
         raise TypeError(f"att: expected a floating tensor, got {kind}")
     if x_dst.dim() == 3:
-        expected, fits = str(tuple(x_dst.shape[1:])), att.shape == x_dst.shape[1:]
+        expected, fits = f"= {tuple(x_dst.shape[1:])}", att.shape == x_dst.shape[1:]
     else:
         att = att[None] if att.dim() == 1 else att
-        expected, fits = f"of {x_dst.size(1)} entries", att.dim() == 2 and att.numel() == x_dst.size(1)
+        expected = f"with heads * D = {x_dst.size(1)}"
+        fits = att.dim() == 2 and att.numel() == x_dst.size(1)
     if not fits:
-        raise ValueError(f"att: expected shape {expected}, (heads, D), got {tuple(att.shape)}")
+        raise ValueError(f"att: expected shape (heads, D) {expected}, got {tuple(att.shape)}")
     if att.device != x_dst.device:
         raise ValueError(f"att: expected device {x_dst.device} like the features, got {att.device}")
     _check_number("negative_slope", negative_slope)

@@ -93,7 +93,7 @@ def why_watched(x: Tensor) -> str:
     if torch.compiler.is_compiling():
         return ""
     if torch._C._len_torch_dispatch_stack() and _modes_watch():
-        return "a mode that watches operators (fake tensors, make_fx)"
+        return "a dispatch mode, such as FakeTensorMode or make_fx"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a function transform of torch.func"
     if forward_ad._current_level >= 0:

@@ -46,7 +46,8 @@ def dot_product_algorithm(facts: Facts, algorithm: str, no_blocks: str, no_csr: 
         no_csr: why ``"csr"`` does not support the call; "" if it does.
     """
     if algorithm == "unfused" or (no_blocks and no_csr):
-        return Choice(attention_algorithm(algorithm, no_blocks))
+        why = no_blocks if no_csr == no_blocks else f"{no_blocks}; {no_csr}"
+        return Choice(attention_algorithm(algorithm, why))
     if algorithm == "csr" or (no_blocks and not no_csr):
         if algorithm == "fused3s":
             warn_once(f"attention runs as algorithm='csr' instead of 'fused3s': {no_blocks}. {_TAKE_AUTO}")

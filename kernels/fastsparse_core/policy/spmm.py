@@ -12,9 +12,9 @@ from fastsparse_core.policy.facts import Choice, Facts
 from fastsparse_core.policy.tiles import features_per_lane
 
 _WHY_CSR = (
-    "spmm runs as algorithm='csr': 'flashsparse' needs a GPU, float32, float16 or bfloat16, rows of a "
-    "multiple of 16 bytes, heads of a multiple of a tile, and at most 2^24 sources. Pass algorithm='auto' to "
-    "let FastSparse choose"
+    "spmm runs as algorithm='csr': 'flashsparse' needs a GPU, float32, float16 or bfloat16, 8 features or "
+    "more in rows of a multiple of 16 bytes, and at most 2^24 sources. With several heads, each needs a "
+    "multiple of 64 features (for some widths, of 16 or 32). Pass algorithm='auto' to let FastSparse choose"
 )
 _WHY_NOT_DIRECT = (
     "spmm runs as algorithm='csr': 'tca' and 'hr' need a GPU, float16 or bfloat16, rows of a multiple of 16 "

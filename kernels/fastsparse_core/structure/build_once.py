@@ -52,9 +52,9 @@ class BuiltOnce:
                         # A capture records kernels without running them, so a cached result would be read
                         # before it is computed.
                         raise RuntimeError(
-                            f"{key}: must be built before a CUDA graph is captured; run the model once, "
-                            "forward and backward, before the capture, or if edges have no values and no "
-                            "bias, call Adjacency.prepare()"
+                            f"{key!r} of the converted graph must be built before a CUDA graph is captured; "
+                            "run the model once, forward and backward, before the capture, or if edges have "
+                            "no values and no bias, call Adjacency.prepare()"
                         )
                     if not torch.is_inference_mode_enabled():
                         result = self.results[key] = build()

@@ -223,8 +223,8 @@ def rows_of_pointers(
         is_taken.index_fill_(0, edge_id.long(), True)
         if is_taken.count_nonzero() != col.numel():
             raise ValueError(
-                f"edge_id: expected a permutation of 0 to {num_values - 1}, the position of every entry "
-                "in the caller's edge order, got a position twice"
+                f"edge_id: expected a different position from 0 to {num_values - 1} for every entry, got a "
+                "position twice"
             )
         edge_id = _own(edge_id, torch.int32 if num_values <= _INT32_MAX else torch.int64)
     return CompressedRows(rowptr, found.col, edge_id, num_values, found=found)

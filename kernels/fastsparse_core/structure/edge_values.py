@@ -54,7 +54,10 @@ class EdgeValues:
                 "extend_value: expected an Adjacency built with self_loops='append' or 'replace'"
             )
         if value.size(0) != self._num_given:
-            raise ValueError(f"value: expected {self._num_given}, one per given edge, got {value.size(0)}")
+            raise ValueError(
+                f"value: expected {self._num_given} values, one per edge that the Adjacency was made from, "
+                f"got {value.size(0)}"
+            )
         if isinstance(fill_value, Tensor):
             loops = fill_value.to(value.dtype)
         else:
@@ -85,7 +88,7 @@ class EdgeValues:
             value = torch.ones(num_values, device=target.device)
         if value.size(0) != num_values:
             raise ValueError(
-                f"value: expected {num_values}, one per edge before merging, got {value.size(0)}"
+                f"value: expected {num_values} values, one per edge before merging, got {value.size(0)}"
             )
         out = value.new_zeros(self.num_values, *value.shape[1:])
         return out.index_add(0, target, value[source])

@@ -15,7 +15,9 @@ struct CudaError {
 };
 
 [[noreturn]] inline void throw_without_cuda() {
-  throw std::runtime_error("fastsparse_core was built without CUDA: see doctor");
+  throw std::runtime_error(
+      "fastsparse_core was built without CUDA kernels; `python -m fastsparse_core.doctor` says how to build "
+      "them");
 }
 
 // The error message that names the driver version that a build needs. CUDA versions are numbered as in
