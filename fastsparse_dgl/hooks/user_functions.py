@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastsparse_core import Adjacency
-from fastsparse_core.call_report import record
+from fastsparse_core.call_report import inside, record
 from fastsparse_core.fallback import Reason
 from fastsparse_core.message_plans.ends import EdgeEnd, gather, reduce
 from fastsparse_core.message_plans.mailbox import MailboxPlanner, edge_batch, node_batch, results_of
@@ -47,10 +47,12 @@ _PLACES = {"u": "src", "v": "dst", "e": "edge"}
 def message_passing(original: Any, g: Any, mfunc: Any, rfunc: Any, afunc: Any) -> Any:
     """Replaces ``dgl.core.message_passing``, which ``update_all`` and similar functions call."""
     core = dgl.core
-    are_known = core.is_builtin(mfunc) and core.is_builtin(rfunc)
-    ndata = None if are_known else _planned("update_all", g, mfunc, rfunc)
-    if ndata is None:
+    if core.is_builtin(mfunc) and core.is_builtin(rfunc):
         return original(g, mfunc, rfunc, afunc)
+    ndata = _planned("update_all", g, mfunc, rfunc)
+    if ndata is None:
+        with inside("update_all"):
+            return original(g, mfunc, rfunc, afunc)
     if afunc is None:
         return ndata
     ndata = {**g.dstdata, **ndata}

@@ -839,8 +839,10 @@ def test_the_report_names_plans_and_reasons() -> None:
             for reduce in (total, sorted_messages):
                 run(called(Case(mapped, reduce)))
         rows = {(row.call, row.reason): row.by for row, _ in call_report.report().rows}
+        callers = {row.call: row.caller for row, _ in call_report.report().rows}
     finally:
         call_report.stop_recording()
+    assert callers == {"update_all": "", "apply_edges": "update_all"}
     assert PER_NODE in rows["update_all", ""]
     assert GROUPS in rows["update_all", ""]
     assert PER_NODE in rows["apply_edges", ""]  # only the message functions
