@@ -16,7 +16,7 @@ from hook_cases import assert_same, enabled, enabled_for, moved, tensors_of
 from torch import Tensor, nn
 
 from fastsparse_core import call_report
-from fastsparse_dgl.hooks import user_functions
+from fastsparse_dgl.hooks import function_calls, user_functions
 
 fn = dgl.function
 NODES, EDGES, WIDTH, HEADS, EDGE_WIDTH = 60, 700, 6, 3, 4
@@ -351,15 +351,15 @@ def called(case: Case) -> Callable[[Any, Model], Any]:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """What the plans of a test gained; few edges are planned, too."""
     found: list[tuple[str, ...]] = []
-    by_plan = user_functions._by_plan
+    by_plan = user_functions.results_by_plan
 
     def recorded(*args: Any) -> Any:
         result = by_plan(*args)
         found.append(result[1])
         return result
 
-    monkeypatch.setattr(user_functions, "_by_plan", recorded)
-    monkeypatch.setattr(user_functions, "FEW_EDGES", {})
+    monkeypatch.setattr(user_functions, "results_by_plan", recorded)
+    monkeypatch.setattr(function_calls, "FEW_EDGES", {})
     user_functions._traces.clear()
     user_functions._built_in.clear()
     return found
@@ -789,7 +789,7 @@ def test_graphs_without_edges_and_few_edges(
         empty.update_all(copied, fn.sum("m", "out"))
     assert not empty.ndata["out"].any()
     assert not plans
-    monkeypatch.setattr(user_functions, "FEW_EDGES", {"cpu": EDGES + 1})
+    monkeypatch.setattr(function_calls, "FEW_EDGES", {"cpu": EDGES + 1})
     check(called(Case(copied, fn.sum("m", "out"))))
     assert not plans
     assert any("few edges" in said for said in reasons.messages)
@@ -881,8 +881,8 @@ def test_the_report_says_that_a_function_asks_for_features() -> None:
 
 @pytest.mark.parametrize("is_on", [False, True])
 def test_the_report_names_few_edges(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_functions, "FEW_EDGES", {"cpu": EDGES + 1})
+    monkeypatch.setattr(function_calls, "FEW_EDGES", {"cpu": EDGES + 1})
     with enabled(report=is_on):
         run(called(Case(mapped, dgl.function.sum("m", "out"))))
         rows = {(row.call, row.by, row.reason) for row, _ in call_report.report().rows}
-    assert (("update_all", "DGL", user_functions._FEW.cause) in rows) is is_on
+    assert (("update_all", "DGL", function_calls.FEW.cause) in rows) is is_on
