@@ -55,6 +55,7 @@ def _planned(call: str, g: Any, mfunc: Any, rfunc: Any) -> dict[str, Tensor] | N
         record(call, "DGL", FEW.cause)
         return None
     if not num_edges or g._graph.number_of_etypes() != 1:
+        record(call, "DGL", "several edge types" if num_edges else "no edges")
         return None
     from fastsparse_dgl.hooks import user_functions  # imported here, because it imports the planner
 

@@ -879,6 +879,16 @@ def test_the_report_says_that_a_function_asks_for_features() -> None:
     assert reasons == {"asks whether there is a feature 'norm'"}
 
 
+def test_the_report_counts_calls_without_edges() -> None:
+    graph = dgl.graph(([], []), num_nodes=3)
+    graph.ndata["x"] = torch.randn(3, 4)
+    with enabled(report=True):
+        graph.update_all(dgl.function.copy_u("x", "m"), lambda nodes: {"h": nodes.mailbox["m"].sum(1)})
+        text = str(call_report.report())
+    assert "FastSparse computed 0 of 1 calls" in text
+    assert "no edges" in text
+
+
 @pytest.mark.parametrize("is_on", [False, True])
 def test_the_report_names_few_edges(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function_calls, "FEW_EDGES", {"cpu": EDGES + 1})
