@@ -26,12 +26,12 @@ from fastsparse_core.locks import ForkSafeLock
 from fastsparse_core.log import warn_once
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import (
-    DGLError,
     GraphLike,
     adjacency_from_graph,
     adjacency_from_index,
     check_graph,
     inv_degree_with_self,
+    other_device,
 )
 
 _cache = AdjacencyCache("fastsparse_dgl")
@@ -96,14 +96,12 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
         device: device of the features, with an index for CUDA. A graph on another device is copied once.
 
     Raises:
-        DGLError: ``graph`` is of another type, is an Adjacency on another device, or has several edge types.
+        DGLError: ``graph`` is of another type, is an Adjacency on another device, or has several edge types;
+            or ``device`` is neither a CPU nor a CUDA device.
     """
     if isinstance(graph, Adjacency):
         if graph.device != device:
-            raise DGLError(
-                f"graph: expected an Adjacency on {device} like the features, got one on {graph.device}; "
-                f"move it once with adjacency.to({str(device)!r})"
-            )
+            raise other_device(device, graph.device)
         return graph
     if getattr(type(graph), "keeps_structure", False):  # `_keeps_structure`, inlined to save the call
         return adjacency_of(graph.adjacency, device)

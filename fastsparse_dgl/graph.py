@@ -24,6 +24,14 @@ def check_graph(graph: GraphLike) -> None:
         )
 
 
+def other_device(features: torch.device, graph: torch.device) -> Exception:
+    """Makes the DGLError for features on another device than the graph, from where they cannot be used."""
+    cure = f"move the features with .to({str(graph)!r})"
+    if features.type in ("cpu", "cuda"):
+        cure += f", or the graph with .to({str(features)!r})"
+    return DGLError(f"features: expected a tensor on {graph} like the graph, got one on {features}; {cure}")
+
+
 def adjacency_from_graph(graph: GraphLike, device: torch.device) -> Adjacency:
     """Builds the Adjacency of a graph: row = destination, values in the order of DGL's edge ids.
 
@@ -32,9 +40,11 @@ def adjacency_from_graph(graph: GraphLike, device: torch.device) -> Adjacency:
         device: device of the result.
 
     Raises:
-        DGLError: the graph has several edge types.
+        DGLError: the graph has several edge types, or ``device`` is neither a CPU nor a CUDA device.
     """
     graph.get_etype_id(None)
+    if device.type not in ("cpu", "cuda"):
+        raise other_device(device, graph.device)
     return adjacency_from_index(graph._graph, device)
 
 

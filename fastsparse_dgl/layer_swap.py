@@ -7,6 +7,7 @@ from typing import Any
 from torch.nn import Module
 
 from fastsparse_core import layer_swap as core
+from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.first_calls import FIRST_CALLS
 from fastsparse_dgl.nn import DROP_INS, FastPNAConv
 from fastsparse_dgl.nn.base import AggregationMixin
@@ -118,4 +119,10 @@ def _why_not(layer: Any, drop_in: type[Module]) -> str:
 
 
 _RULES: Any = {"why_not": _why_not, "is_generated": lambda klass, name: False, "any_layer": None}
-FIRST_CALLS.define(DROP_INS, (AggregationMixin, *DROP_INS.values()), kernel_of, _RULES)
+FIRST_CALLS.define(
+    DROP_INS,
+    (AggregationMixin, *DROP_INS.values()),
+    kernel_of,
+    _RULES,
+    containers=(dgl.nn.pytorch.HeteroGraphConv,),
+)

@@ -49,8 +49,8 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
     dataset stored, pass ``[dataset[i] for i in range(len(dataset))]``.
 
     At the beginning of every epoch the loader checks the dataset, and stores changed graphs again. In a long
-    list, it checks only some tensors for in-place writes: for at most 2 % of the time since the last epoch
-    began, but at least 1,024 tensors. The next epoch checks the next tensors.
+    list, it checks only some tensors for in-place writes: up to 1,024, and more for at most 2 % of the time
+    since the last epoch began. The next epoch checks the next tensors, so a write may be detected later.
 
     Args:
         dataset: as in DGL.

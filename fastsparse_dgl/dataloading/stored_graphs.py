@@ -6,6 +6,7 @@ the form is examined once, and each part of it becomes a function that makes thi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from fastsparse_core.graph_store import (
     NothingToStore,
     NotStored,
     StoredEdges,
+    check_free_memory,
     place_tensors,
 )
 from fastsparse_dgl.caching import remember_edges
@@ -67,6 +69,7 @@ class StoredGraphs:
     ) -> None:
         if not items:
             raise NothingToStore("the dataset is empty")
+        check_free_memory(sum(map(_num_bytes, items)))
         self.store = GraphStore(len(items), device)
         #: Store of the edges' ends on the host, because DGL makes graphs from a structure on the host.
         self.host = self.store
@@ -165,6 +168,24 @@ class StoredGraphs:
     def _stacked(self, tensor: Tensor) -> _Collator:
         place = self.add(tensor, 0)
         return lambda batch: batch.tensors[place]
+
+
+def _num_bytes(value: Any) -> int:
+    """Returns the bytes of host memory that a copy of an item, or of a part of an item, takes."""
+    if isinstance(value, dgl.DGLGraph):
+        ends = sum(map(value.num_edges, value.canonical_etypes)) * 2 * value.idtype.itemsize
+        frames = (*value._node_frames, *value._edge_frames)
+        # Reading `frame[name]` would gather the rows of a subgraph, which DGL delays until they are read.
+        rows = [(frame.num_rows, scheme) for frame in frames for scheme in frame.schemes.values()]
+        return ends + sum(count * math.prod(each.shape) * each.dtype.itemsize for count, each in rows)
+    if isinstance(value, Tensor):
+        return 0 if value.is_cuda or value.layout is not torch.strided else value.nbytes
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_num_bytes, value.values()))
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    return sum(map(_num_bytes, value)) if is_sequence else 0
 
 
 def _graphs_collator(stored: StoredGraphs, graphs: list[Any]) -> _Collator:

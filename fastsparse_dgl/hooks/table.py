@@ -10,7 +10,7 @@ from fastsparse_dgl import dataloading, device_graph
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.first_calls import FIRST_CALLS
 from fastsparse_dgl.graph import DGLError
-from fastsparse_dgl.hooks import degrees, operators, user_functions
+from fastsparse_dgl.hooks import degrees, function_calls, operators
 
 #: Versions of DGL that the table was made for and is tested with.
 VERSIONS = ("2.1.0", "1.1.3")
@@ -40,12 +40,12 @@ OPERATORS: tuple[Hook, ...] = (
     Hook(
         "dgl.ops.edge_softmax", "edge_softmax_hetero_internal", _SOFTMAX_HETERO, operators.edge_softmax_hetero
     ),
-    Hook("dgl.core", "message_passing", "g, mfunc, rfunc, afunc", user_functions.message_passing, wraps=True),
+    Hook("dgl.core", "message_passing", "g, mfunc, rfunc, afunc", function_calls.message_passing, wraps=True),
     Hook(
         "dgl.core",
         "invoke_edge_udf",
         "graph, eid, etype, func, orig_eid",
-        user_functions.invoke_edge_udf,
+        function_calls.invoke_edge_udf,
         wraps=True,
     ),
     Hook("dgl.backend", "segment_reduce", "op, x, offsets", operators.segment_reduce),

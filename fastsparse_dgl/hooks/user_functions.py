@@ -1,4 +1,4 @@
-"""``update_all`` and ``apply_edges`` with message and reduce functions that the user wrote.
+"""Plans of ``update_all`` and ``apply_edges`` with message and reduce functions that the user wrote.
 
 Such functions are traced once and planned together (`fastsparse_core.message_plans`): linear maps run once
 per node, attention and gates use the core's kernels, and nodes are not grouped by degree. DGL's own code runs
@@ -18,8 +18,6 @@ from torch.fx import Graph, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastsparse_core import Adjacency
-from fastsparse_core.call_report import record
-from fastsparse_core.fallback import Reason
 from fastsparse_core.message_plans.ends import EdgeEnd, gather, reduce
 from fastsparse_core.message_plans.mailbox import MailboxPlanner, edge_batch, node_batch, results_of
 from fastsparse_core.message_plans.plan import NoPlan, Plan, by_plan
@@ -29,42 +27,13 @@ from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.caching import adjacency_of_index
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.device_graph import DeviceIndex
-from fastsparse_dgl.fallback import tell
-from fastsparse_dgl.hooks import messages
+from fastsparse_dgl.hooks import function_calls, messages
 
-ALL = dgl.base.ALL
 #: Largest number of traces kept per function.
 _MOST_TRACES = 8
-#: Number of edges, by kind of device, below which DGL's own code takes less time than finding a plan. Reduce
-#: functions of the user are always planned, because DGL calls them once per degree.
-FEW_EDGES = {"cpu": 4096, "cuda": 32_768}
-_FEW = Reason("few edges and a built-in reduce function", "", "DGL")
 #: DGL's binary message functions that are planned if the user's own reduce function follows.
 _OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
 _PLACES = {"u": "src", "v": "dst", "e": "edge"}
-
-
-def message_passing(original: Any, g: Any, mfunc: Any, rfunc: Any, afunc: Any) -> Any:
-    """Replaces ``dgl.core.message_passing``, which ``update_all`` and similar functions call."""
-    core = dgl.core
-    are_known = core.is_builtin(mfunc) and core.is_builtin(rfunc)
-    ndata = None if are_known else _planned("update_all", g, mfunc, rfunc)
-    if ndata is None:
-        return original(g, mfunc, rfunc, afunc)
-    if afunc is None:
-        return ndata
-    ndata = {**g.dstdata, **ndata}
-    return core.invoke_node_udf(
-        g, ALL, g.dsttypes[0], afunc, ndata=ndata, orig_nid=g.dstdata.get(dgl.NID, None)
-    )
-
-
-def invoke_edge_udf(
-    original: Any, graph: Any, eid: Any, etype: Any, func: Any, *, orig_eid: Any = None
-) -> Any:
-    """Replaces ``dgl.core.invoke_edge_udf``, which ``apply_edges`` calls."""
-    result = _planned("apply_edges", graph, func, None) if dgl.base.is_all(eid) else None
-    return original(graph, eid, etype, func, orig_eid=orig_eid) if result is None else result
 
 
 # ---------------------------------------------------------------- traces
@@ -200,34 +169,26 @@ class _Edges:
         return gather(value, end), "edge"  # plans do not support node features of integers or without a width
 
 
-def _planned(call: str, g: Any, mfunc: Any, rfunc: Any) -> dict[str, Tensor] | None:
-    """Computes the results of a call by a plan; None if DGL's code has to run."""
-    is_passing, core = call == "update_all", dgl.core
-    num_edges = g._graph.number_of_edges(0)
-    if num_edges < FEW_EDGES.get("cpu", 1) and not (is_passing and not core.is_builtin(rfunc)):
-        tell(call, _FEW)
-        record(call, "DGL", _FEW.cause)
-        return None
-    if not num_edges or g._graph.number_of_etypes() != 1:
-        return None
-    try:
-        result = _by_plan(g, mfunc, rfunc, is_passing)
-    except Untraceable as error:
-        names = [getattr(each, "__qualname__", "") for each in (mfunc, rfunc) if not core.is_builtin(each)]
-        tell(", ".join(filter(None, names)) or call, Reason(str(error), ""))
-        record(call, "DGL", str(error))
-        return None
-    record(call, ", ".join(result[1]))
-    return result[0]
+def results_by_plan(
+    g: Any, mfunc: Any, rfunc: Any, is_passing: bool
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Computes the results of ``update_all`` or ``apply_edges`` by a plan; also returns the plan's gains.
 
+    Args:
+        g: graph with one edge type.
+        mfunc: message function.
+        rfunc: reduce function; None for ``apply_edges``.
+        is_passing: whether the call is one of ``update_all``.
 
-def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    Raises:
+        Untraceable: DGL's code has to run; the message tells why.
+    """
     core = dgl.core
     has_own_reduction = is_passing and not core.is_builtin(rfunc)
     num_edges = g._graph.number_of_edges(0)
     device = g.device
-    if not has_own_reduction and num_edges < FEW_EDGES.get(device.type, 0):
-        raise Untraceable(_FEW.cause)
+    if not has_own_reduction and num_edges < function_calls.FEW_EDGES.get(device.type, 0):
+        raise Untraceable(function_calls.FEW.cause)
     if has_own_reduction:
         _, destination = g._graph.metagraph.find_edge(0)
         frame = g._node_frames[destination]

@@ -52,9 +52,9 @@ class DataLoader(PygDataLoader):
     code makes the batches.
 
     At the beginning of every epoch the loader checks the dataset, and stores changed graphs again. It always
-    detects a replaced graph or attribute. To find in-place writes, it checks at least 1,024 tensors, and
-    stops after 2 % of the time since the last epoch began; the next epoch continues with the next tensors. In
-    a large dataset the loader may therefore detect a write some epochs later.
+    detects a replaced graph or attribute. To find in-place writes, it checks up to 1,024 tensors, and more
+    for at most 2 % of the time since the last epoch began. The next epoch continues with the next tensors. In
+    a larger dataset, the loader may therefore detect a write some epochs later.
 
     Args:
         dataset: as in PyG.

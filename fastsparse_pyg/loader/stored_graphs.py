@@ -355,7 +355,8 @@ class StoredGraphs:
                 raise NotStored("its graphs have different attributes, or the same in a different order")
         self._content = _content([store._mapping for stores in by_store for store in stores])
         values = chain.from_iterable(store._mapping.values() for stores in by_store for store in stores)
-        check_free_memory(item for item in values if type(item) is Tensor and item.layout is torch.strided)
+        tensors = (item for item in values if type(item) is Tensor and item.layout is torch.strided)
+        check_free_memory(sum(item.nbytes for item in tensors if not item.is_cuda))
         counts: dict[Any, int] = {}
         for stores in by_store:
             if isinstance(stores[0], NodeStorage) and stores[0].can_infer_num_nodes:

@@ -34,7 +34,7 @@ from fastsparse_pyg.nn.message_kernels import (
     reduce_by_kernel,
 )
 from fastsparse_pyg.nn.message_pattern import Pattern, find_joint_pattern, find_pattern
-from fastsparse_pyg.nn.message_planner import FEW, planned, reduce_by_plan
+from fastsparse_pyg.nn.message_planner import FEW, OTHER_FORM, PER_FEATURE, planned, reduce_by_plan
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
 #: Largest number of patterns per class and method. Without a limit, a layer whose attributes change in every
@@ -288,6 +288,8 @@ class AnyLayer(MessagePassing):
             self._left[aggregation] = False
         if out is None and kernel_of(pattern, how):
             out = reduce_by_kernel(self, pattern, found, how)
+            if out is None:
+                planned[self] = OTHER_FORM
         names = self._names()
         if out is None:
             messages = self._computed("message", names.message, found, has_plan=not how)
@@ -405,7 +407,7 @@ class AnyLayer(MessagePassing):
         how = self._kernel_reduce()
         pattern = self._pattern_without("message", ()) if "message" not in self.__dict__ else _ANY
         kernel = kernel_of(pattern, how)
-        if kernel:
+        if kernel and plan not in (PER_FEATURE, OTHER_FORM):
             return f"{pattern}: {kernel} ({how})"
         cause = f"it {pattern.reason}" if pattern.is_untraced else f"of {plan}" if plan else ""
         where = "message() per edge" + (f", because {cause}" if cause else "")

@@ -21,6 +21,7 @@ from fastsparse_pyg.graph import edges_made_anew
 from fastsparse_pyg.nn.base import has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
+from fastsparse_pyg.nn.message_planner import PER_FEATURE, planned
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
 #: Largest number of elements for which one gather reads the features of both ends. In the backward pass, the
@@ -303,6 +304,7 @@ def reduce_by_kernel(layer: Any, pattern: Pattern, found: Arguments, how: str) -
         value = _as_value(weight, rest, dim, num_dims, found.dst.num_edges)
         if value is None:  # not one per edge or head
             type(layer)._left[type(layer._modules.get("aggr_module"))] = True
+            planned[layer] = PER_FEATURE
             x_j = found[pattern.feature]
             x_j = x_j if pattern.shape is None else x_j.view(-1, *pattern.shape)
             messages = weight * x_j

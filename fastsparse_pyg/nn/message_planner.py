@@ -22,6 +22,9 @@ planned: Any = WeakIdKeyDictionary()
 
 #: Returned in place of a plan if, for few edges, the plan takes more time on the host than PyG's code.
 FEW = "few edges"
+#: Reasons in `planned` why messages that look like weighted copies of features are computed per edge.
+PER_FEATURE = "weights per feature"
+OTHER_FORM = "the dtype or shape of the features"
 
 
 def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str, are_few: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shutil
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -31,6 +33,8 @@ _MOST_EVENTS = 512
 
 _counts: Counter[Row] = Counter()
 _is_recording = False
+#: Name of the layer or function whose call is running; "" outside of such calls.
+_caller: ContextVar[str] = ContextVar("fastsparse_caller", default="")
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Row:
         reason: why no kernel ran; "" if a kernel ran.
         cure: what the user can change so that a kernel runs; "" if there is no advice, for example because
             PyG's or DGL's code is faster for this call.
+        caller: name of the layer or function that made the calls; "" if the script made them itself.
 
     Example:
         >>> from fastsparse_core.call_report import Row
@@ -56,6 +61,7 @@ class Row:
     by: str
     reason: str = ""
     cure: str = ""
+    caller: str = ""
 
 
 @dataclass
@@ -126,9 +132,12 @@ class CallReport:
                 f"The script waits for batches in {times.loading / total:.0%} of the time "
                 f"({times.loading:.1f} of {total:.1f} s): use the loaders of FastSparse, or more num_workers."
             )
-        host, gpu = sum(times.host_ms.values()), sum(times.gpu_ms.values())
+        host, gpu = (
+            sum(time for row, time in found.items() if not row.caller)
+            for found in (times.host_ms, times.gpu_ms)
+        )
         if times.steps and gpu and host > 0.8 * gpu:
-            calls = sum(count for _, count in self.rows)
+            calls = sum(count for row, count in self.rows if not row.caller)
             yield (
                 f"The GPU waits for Python: the {calls / times.steps:.0f} calls of a training step take the "
                 f"host {host / times.steps:.2f} ms. Decorate the step with `fastsparse_core.capture`."
@@ -161,8 +170,10 @@ class CallReport:
                 "FastSparse recorded no calls. Recording starts with `fastsparse run --report`, or with "
                 "enable(report=True) of fastsparse_pyg or fastsparse_dgl"
             )
-        served = sum(count for row, count in self.rows if not row.reason)
-        total = sum(count for _, count in self.rows)
+        # Calls inside of a counted call are listed, but not counted again.
+        counted = [(row, count) for row, count in self.rows if not row.caller]
+        served = sum(count for row, count in counted if not row.reason)
+        total = sum(count for _, count in counted)
         table = Table(title=f"FastSparse computed {served} of {total} calls")
         groups = self._groups()
         shown = groups[:MOST_ROWS]
@@ -183,7 +194,8 @@ class CallReport:
             table.add_column(title, justify="right")
         for place, group in zip(places, shown, strict=True):
             row, rows = group[0][0], [each for each, _ in group]
-            cells = [place, row.call, row.by, row.reason, str(sum(count for _, count in group))]
+            call = f"{row.call} in {row.caller}" if row.caller else row.call
+            cells = [place, call, row.by, row.reason, str(sum(count for _, count in group))]
             for found in measured.values():
                 times = [found[each] for each in rows if each in found]
                 cells.append(f"{sum(times):.1f}" if times else "-")
@@ -204,9 +216,9 @@ class CallReport:
         """Groups of rows that the table shows as one row, with numbers of calls; most frequent first."""
         if len(self.rows) <= MOST_ROWS:
             return [[each] for each in self.rows]
-        groups: dict[tuple[str, str, str], list[tuple[Row, int]]] = defaultdict(list)
+        groups: dict[tuple[str, ...], list[tuple[Row, int]]] = defaultdict(list)
         for row, count in self.rows:
-            groups[row.call, row.by, row.reason].append((row, count))
+            groups[row.caller, row.call, row.by, row.reason].append((row, count))
         return sorted(groups.values(), key=lambda group: -sum(count for _, count in group))
 
 
@@ -257,10 +269,23 @@ def is_recording() -> bool:
     return _is_recording
 
 
+@contextlib.contextmanager
+def inside(call: str) -> Iterator[None]:
+    """Context in which calls are recorded as made by the layer or function ``call``.
+
+    The caller must be recorded too, because the report does not count the calls that it makes.
+    """
+    token = _caller.set(call)
+    try:
+        yield
+    finally:
+        _caller.reset(token)
+
+
 def record(call: str, by: str, reason: str = "", cure: str = "") -> None:
     """Counts a call if calls are recorded; the arguments are those of :class:`Row`."""
     if _is_recording:
-        row = Row(current_line(), call, by, reason, cure)
+        row = Row(current_line(), call, by, reason, cure, _caller.get())
         _counts[row] += 1
         if _clock is not None:
             _clock.note(row)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import math
 import os
 from collections.abc import Callable
+from pathlib import PurePosixPath
 
 import torch
 
@@ -18,6 +20,18 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 _HAS_CUDA_KERNELS = bool(_C.build_info()["cuda"])
 #: Files of NVIDIA GPUs on Linux, one per GPU of the machine or container, and the driver in WSL.
 _GPU_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so*")
+
+#: Folder that contains /proc and /sys.
+_ROOT = ""
+#: Control groups: where they are mounted, the files with the limit and with the used bytes, and the name of
+#: the page cache in `memory.stat`. The used bytes include this cache, which the kernel frees for tensors.
+_CGROUP_V2 = ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+_CGROUP_V1 = (
+    "/sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+)
 
 
 def unusable_gpu() -> str:
@@ -99,9 +113,31 @@ def place_of(device: torch.device) -> tuple[int, int]:
 
 
 def free_host_memory() -> float:
-    """Bytes of host memory that new tensors can take, including the page cache; infinity if unknown."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return math.inf
+    """Bytes of host memory that new tensors can take, including the page cache; infinity if unknown.
+
+    The result is limited by the machine and by the process's control groups, in which containers and job
+    schedulers set limits. A group's limit applies to the groups in it, too.
+    """
+    free = _number("/proc/meminfo", "MemAvailable:") * 1024
+    with contextlib.suppress(OSError), open(f"{_ROOT}/proc/self/cgroup", encoding="utf-8") as groups:
+        for line in groups:
+            _, controllers, path = line.rstrip().split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            mount, maximum, current, cache = _CGROUP_V1 if controllers else _CGROUP_V2
+            for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+                folder = f"{mount}{group}"
+                used = _number(f"{folder}/{current}", absent=0)
+                cached = _number(f"{folder}/memory.stat", cache, absent=0)
+                free = min(free, max(0, _number(f"{folder}/{maximum}") - used + cached))
+    return free
+
+
+def _number(path: str, name: str = "", absent: float = math.inf) -> float:
+    """Returns the number after a name in a file, or the file's only number; ``absent`` if there is none."""
+    with contextlib.suppress(OSError, ValueError), open(f"{_ROOT}{path}", encoding="ascii") as lines:
+        for line in lines:
+            first, *rest = line.split()
+            if first == name or not name:
+                return float(rest[0] if name else first)
+    return absent

@@ -261,16 +261,19 @@ class GraphStore:
 _copies: Any = WeakIdKeyDictionary()
 
 
-def check_free_memory(tensors: Iterable[Tensor]) -> None:
+def check_free_memory(size: int) -> None:
     """Checks that copies of a dataset's tensors take at most half of the free host memory.
 
     The tensors may be mapped from a file that is larger than the memory (``torch.load(mmap=True)``). PyTorch
     does not tell which tensors are mapped, so only their sizes are checked.
 
+    Args:
+        size: bytes of all tensors that will be copied in host memory.
+
     Raises:
         NotStored: the copies would take more memory.
     """
-    size, free = sum(tensor.nbytes for tensor in tensors if not tensor.is_cuda), free_host_memory()
+    free = free_host_memory()
     if size > _SHARE_OF_FREE * free:
         raise NotStored(
             f"a copy of its graphs would take {size / 2**30:.2f} GiB, which is more than half of the "

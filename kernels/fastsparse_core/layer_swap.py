@@ -6,6 +6,7 @@ changes. Parameters, buffers, hooks, attributes and references to the object sta
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import copyreg
 import importlib
@@ -19,7 +20,7 @@ import torch
 from torch.nn import Module
 
 from fastsparse_core import log
-from fastsparse_core.call_report import is_recording, record
+from fastsparse_core.call_report import inside, is_recording, record
 from fastsparse_core.fallback import Reason, listening
 
 _is_compiling = torch.compiler.is_compiling
@@ -225,6 +226,7 @@ class FirstCalls:
         self._drop_ins: DropIns = {}
         self._originals: dict[type[Module], type[Module]] = {}
         self._ours: tuple[type, ...] = ()
+        self._containers: tuple[type, ...] = ()
         self._swapped: WeakSet[Module] = WeakSet()
         #: Layer that is not replaced -> the reason.
         self._left: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
@@ -245,6 +247,7 @@ class FirstCalls:
         ours: tuple[type, ...],
         kernel: Callable[[Any], str],
         rules: Mapping[str, Any],
+        containers: tuple[type, ...] = (),
     ) -> None:
         """Sets the drop-ins and the rules by which layers are replaced.
 
@@ -253,10 +256,12 @@ class FirstCalls:
             ours: classes of layers that are not replaced, because FastSparse defines them.
             kernel: function that names the kernel that computes a drop-in, for reports.
             rules: the other arguments of :func:`swap`.
+            containers: classes of layers whose inner layers compute everything. Reports count these inner
+                layers, so ``kernel`` returns "" for a container.
         """
         self._drop_ins, self._kernel, self._rules = drop_ins, kernel, rules
         self._originals = {drop_in: original for original, drop_in in drop_ins.items()}
-        self._ours = ours
+        self._ours, self._containers = ours, containers
 
     def swap(self, layer: Module) -> str:
         """Replaces a layer like :func:`accelerate`; returns the reason if it was not replaced, else ""."""
@@ -278,12 +283,13 @@ class FirstCalls:
         reasons = [Reason(reason, "")] if reason else []
         if hasattr(type(layer), "forget_reasons"):
             type(layer).forget_reasons()
-        with listening(reasons.append):
-            out = Module.__call__(layer, *args, **kwargs)
         name = self.original_class(layer).__name__
+        is_container = isinstance(layer, self._containers)
+        with listening(reasons.append), contextlib.nullcontext() if is_container else inside(name):
+            out = Module.__call__(layer, *args, **kwargs)
         if reasons:
             record(name, self._framework, reasons[0].cause, reasons[0].cure)
-        elif kernel := self._kernel(layer):  # "" if the layer's inner layers compute everything
+        elif kernel := self._kernel(layer):
             record(name, kernel)
         return out
 

@@ -13,6 +13,8 @@ from fastsparse_core import _C, policy
 from fastsparse_core.fused import attention_layer, attention_on_cuda
 from fastsparse_core.fused.attention_kinds import DOT_PRODUCT
 from fastsparse_core.fused.attention_on_cuda import plan_of
+from fastsparse_core.ops import _attention_launch
+from fastsparse_core.ops._attention_launch import GATV2, Call, Wanted
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.policy import Choice
 
@@ -148,3 +150,23 @@ def test_a_plan_of_rows_is_kept_and_counted_until_the_rule_says_blocks(monkeypat
     assert plan_of(*call, "auto", records=True) is last
     assert len(asked) == 3
     assert plan_of(*call, "fused3s", records=True, backward=True).on_blocks
+
+
+def test_gatv2_keeps_two_numbers_of_each_row_and_head(monkeypatch):
+    """What the kernel of the backward pass stores: the log-sum-exp, and the gradient's share of the row."""
+    lengths = []
+
+    def scratch(device, *asked):
+        lengths.append(asked)
+        return None, [0] * len(asked)
+
+    monkeypatch.setattr(_attention_launch, "scratch", scratch)
+    monkeypatch.setattr(_C, "gatv2_attention_backward", lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    adj, heads, width = structure("cpu"), 2, 16
+    x_dst, x_src, grad = (torch.randn(rows, width) for rows in (adj.num_dst, adj.num_src, adj.num_dst))
+    call = Call(x_dst, x_src, None, torch.randn(heads, 8), None, None, None, 0.2, 0.0, None, GATV2, heads)
+    lse = torch.randn(adj.num_dst, heads)
+    _attention_launch._backward_on_rows(adj, call, grad, torch.randn_like(grad), lse, Wanted())
+    slots = (adj.row_split.num_slots, adj.t().row_split.num_slots)
+    assert lengths == [(adj.num_dst * heads * 2, slots[0] * width, slots[1] * width)]

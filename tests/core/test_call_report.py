@@ -27,6 +27,25 @@ def test_calls_are_counted_by_line_and_kernel():
     assert (first["call"], first["calls"]) == ("scatter", 3)
 
 
+def test_calls_inside_of_a_call_are_listed_and_not_counted():
+    for _ in range(2):
+        with call_report.inside("GATConv"):
+            call_report.record("softmax", "segments")
+            with call_report.inside("update_all"):
+                call_report.record("scatter", "PyG", "the index is new")
+        call_report.record("GATConv", "PyG", "explain mode")
+    call_report.record("softmax", "segments")
+    found = fastsparse_core.report()
+    assert {(row.call, row.caller): count for row, count in found.rows} == {
+        ("softmax", "GATConv"): 2,
+        ("scatter", "update_all"): 2,
+        ("GATConv", ""): 2,
+        ("softmax", ""): 1,
+    }
+    assert "computed 1 of 3 calls" in str(found)
+    assert "softmax in GATConv" in str(found)
+
+
 def test_at_most_three_sentences_of_advice():
     for name in ("a", "b", "c", "d"):
         call_report.record(name, "PyG", "too slow", "Do it faster")
@@ -104,8 +123,11 @@ def test_a_gpu_that_waits_for_python_is_told(monkeypatch):
     times = call_report.Times(host_ms={row: 90.0}, gpu_ms={row: 100.0}, steps=10)
     (advice,) = call_report.CallReport(((row, 200),), times).advice
     assert "the 20 calls of a training step take the host 9.00 ms" in advice
+    inner = call_report.Row("train.py:7", "scatter", "segments", caller="GCNConv")
+    times.host_ms[inner] = times.gpu_ms[inner] = 80.0  # part of the time of `row`
+    assert call_report.CallReport(((row, 200), (inner, 100)), times).advice == (advice,)
     times.host_ms[row] = 20.0
-    assert call_report.CallReport(((row, 200),), times).advice == ()
+    assert call_report.CallReport(((row, 200), (inner, 100)), times).advice == ()
 
 
 def test_optimizer_steps_are_counted_until_recording_stops():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from fastsparse_core import Adjacency, graph_store
+from fastsparse_core import device as device_module
 from fastsparse_core.graph_store import (
     BatchEdges,
     Content,
@@ -274,3 +277,45 @@ def test_outlines_are_the_same_for_the_same_objects():
     assert not same_outline(([*items[:2], object()], []), (items, []))
     assert not same_outline((items, [[1]]), (items, [[2]]))
     assert not same_outline(([[1]], []), ([[1]], []))
+
+
+GROUP = "sys/fs/cgroup"
+V2 = {"proc/self/cgroup": "0::/job/step\n", f"{GROUP}/job/step/memory.max": "max\n"}
+V1 = {"proc/self/cgroup": "5:cpu,cpuacct:/\n4:memory:/docker/7f\n1:name=systemd:/\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, 8 * 2**20),  # all that is free on the machine
+        (V2, 8 * 2**20),
+        (V2 | {f"{GROUP}/memory.max": "7000\n", f"{GROUP}/memory.current": "3000\n"}, 4000),
+        (V2 | {f"{GROUP}/job/memory.max": "7000\n", f"{GROUP}/job/memory.current": "8000\n"}, 0),
+        (
+            V2
+            | {f"{GROUP}/job/step/memory.max": "7000\n", f"{GROUP}/job/step/memory.current": "3000\n"}
+            | {f"{GROUP}/job/step/memory.stat": "anon 10\ninactive_file 2000\nactive_file 20\n"},
+            6000,
+        ),
+        (V1 | {f"{GROUP}/memory/memory.limit_in_bytes": "9223372036854771712\n"}, 8 * 2**20),
+        (
+            V1
+            | {f"{GROUP}/memory/memory.limit_in_bytes": "7000\n"}
+            | {f"{GROUP}/memory/memory.usage_in_bytes": "3000\n"}
+            | {f"{GROUP}/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 2000\n"},
+            6000,
+        ),
+    ],
+)
+def test_free_memory_respects_the_limits_of_control_groups(files, free, tmp_path, monkeypatch):
+    meminfo = {"proc/meminfo": "MemTotal: 16384 kB\nMemFree: 4096 kB\nMemAvailable: 8192 kB\n"}
+    for name, text in (meminfo | files).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(device_module, "_ROOT", str(tmp_path))
+    assert device_module.free_host_memory() == free
+
+
+def test_unknown_free_memory_is_no_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(device_module, "_ROOT", str(tmp_path))
+    assert device_module.free_host_memory() == math.inf

@@ -478,6 +478,25 @@ def test_enabled_layers_that_stay_are_reported():
     assert (row.by, row.reason) == ("DGL", NO_LSTM.message)
 
 
+def test_the_report_counts_what_the_script_calls():
+    def inner():
+        kinds = {"rates": "lstm", "rated-by": "mean", "follows": "mean"}
+        return {name: original.SAGEConv(5, 3, kind) for name, kind in kinds.items()}
+
+    class Stacked(original.HeteroGraphConv):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    with enabled(report=True):
+        original.HeteroGraphConv(inner())(hetero_graph(), hetero_features())
+        assert "computed 2 of 3 calls" in str(call_report.report())  # one for each relation
+        callers = {(row.call, row.by): row.caller for row, _ in call_report.report().rows}
+        assert callers["SAGEConv", "spmm"] == callers["SAGEConv", "DGL"] == ""
+        assert callers["update_all", "DGL"] == "SAGEConv"
+        Stacked(inner())(hetero_graph(), hetero_features())
+        assert "computed 4 of 7 calls" in str(call_report.report())  # and the subclass itself
+
+
 def test_accelerate_and_restore_rule_over_enable():
     graph, layer = homogeneous(), original.SAGEConv(6, 4, "mean")
     with enabled():

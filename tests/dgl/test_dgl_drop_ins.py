@@ -475,8 +475,21 @@ def test_several_edge_types(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_adjacency_on_another_device(name):
     adjacency = fastsparse_dgl.prepare(homogeneous())
-    with pytest.raises(DGLError, match="expected an Adjacency on cuda:0"):
+    message = (
+        "features: expected a tensor on cpu like the graph, got one on cuda:0; "
+        "move the features with .to('cpu'), or the graph with .to('cuda:0')"
+    )
+    with pytest.raises(DGLError, match=re.escape(message)):
         layers(name)[0].cuda()(adjacency, torch.ones(30, 7, device="cuda"))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_features_on_a_device_without_memory(name):
+    graph, (fast, _) = homogeneous(), layers(name)
+    message = "features: expected a tensor on cpu like the graph, got one on meta; move the features with .to"
+    for given in (graph, fastsparse_dgl.prepare(graph)):
+        with pytest.raises(DGLError, match=re.escape(f"{message}('cpu')") + "$"):
+            fast.to("meta")(given, inputs(name, graph).to("meta"))
 
 
 @pytest.mark.gpu

@@ -378,6 +378,32 @@ def test_graphs_that_do_not_fit(monkeypatch, reasons):
             assert_same_graph(got.cpu(), expected)
 
 
+def num_bytes(item):
+    """Bytes of all tensors of an item."""
+    if isinstance(item, dgl.DGLGraph):
+        views = [item.nodes[name].data for name in item.ntypes]
+        views += [item.edges[name].data for name in item.canonical_etypes]
+        ends = [item.edges(etype=name) for name in item.canonical_etypes]
+        return num_bytes([view[name] for view in views for name in view]) + num_bytes(ends)
+    if isinstance(item, (list, tuple)):
+        return sum(map(num_bytes, item))
+    return item.nbytes if isinstance(item, (Tensor, np.ndarray)) else 0
+
+
+@pytest.mark.parametrize("name", ["int32", "hetero", "tensor labels", "arrays", "lists"])
+def test_datasets_that_memory_does_not_hold_are_not_copied(name, monkeypatch):
+    dataset = DATASETS[name]()
+    size = num_bytes(dataset)
+    monkeypatch.setattr("fastsparse_core.log.seen", set())
+    monkeypatch.setattr("fastsparse_core.graph_store.free_host_memory", lambda: 2.0 * size - 1)
+    with pytest.warns(SlowPathWarning, match="GiB of free host memory"):
+        loader = GraphDataLoader(dataset, batch_size=4)
+    for got, expected in zip(loader, OriginalLoader(dataset, batch_size=4), strict=True):
+        assert_same(got, expected)
+    monkeypatch.setattr("fastsparse_core.graph_store.free_host_memory", lambda: 2.0 * size)
+    assert GraphDataLoader(dataset, batch_size=4)._graphs is not None
+
+
 def test_collate_functions_that_are_assigned(monkeypatch):
     monkeypatch.setattr("fastsparse_core.log.seen", set())
     loader = GraphDataLoader(molecules(4), batch_size=2)

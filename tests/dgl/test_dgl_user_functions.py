@@ -16,7 +16,7 @@ from hook_cases import assert_same, enabled, enabled_for, moved, tensors_of
 from torch import Tensor, nn
 
 from fastsparse_core import call_report
-from fastsparse_dgl.hooks import user_functions
+from fastsparse_dgl.hooks import function_calls, user_functions
 
 fn = dgl.function
 NODES, EDGES, WIDTH, HEADS, EDGE_WIDTH = 60, 700, 6, 3, 4
@@ -351,15 +351,15 @@ def called(case: Case) -> Callable[[Any, Model], Any]:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Collects the gains of all plans of a test, and also makes plans for few edges."""
     found: list[tuple[str, ...]] = []
-    by_plan = user_functions._by_plan
+    by_plan = user_functions.results_by_plan
 
     def recorded(*args: Any) -> Any:
         result = by_plan(*args)
         found.append(result[1])
         return result
 
-    monkeypatch.setattr(user_functions, "_by_plan", recorded)
-    monkeypatch.setattr(user_functions, "FEW_EDGES", {})
+    monkeypatch.setattr(user_functions, "results_by_plan", recorded)
+    monkeypatch.setattr(function_calls, "FEW_EDGES", {})
     user_functions._traces.clear()
     user_functions._built_in.clear()
     return found
@@ -789,7 +789,7 @@ def test_graphs_without_edges_and_few_edges(
         empty.update_all(copied, fn.sum("m", "out"))
     assert not empty.ndata["out"].any()
     assert not plans
-    monkeypatch.setattr(user_functions, "FEW_EDGES", {"cpu": EDGES + 1})
+    monkeypatch.setattr(function_calls, "FEW_EDGES", {"cpu": EDGES + 1})
     check(called(Case(copied, fn.sum("m", "out"))))
     assert not plans
     assert any("few edges" in said for said in reasons.messages)
@@ -839,8 +839,10 @@ def test_the_report_names_plans_and_reasons() -> None:
             for reduce in (total, sorted_messages):
                 run(called(Case(mapped, reduce)))
         rows = {(row.call, row.reason): row.by for row, _ in call_report.report().rows}
+        callers = {row.call: row.caller for row, _ in call_report.report().rows}
     finally:
         call_report.stop_recording()
+    assert callers == {"update_all": "", "apply_edges": "update_all"}
     assert PER_NODE in rows["update_all", ""]
     assert GROUPS in rows["update_all", ""]
     assert PER_NODE in rows["apply_edges", ""]  # only the message functions
@@ -877,10 +879,20 @@ def test_the_report_says_that_a_function_asks_for_features() -> None:
     assert reasons == {"checks whether there is a feature 'norm'"}
 
 
+def test_the_report_counts_calls_without_edges() -> None:
+    graph = dgl.graph(([], []), num_nodes=3)
+    graph.ndata["x"] = torch.randn(3, 4)
+    with enabled(report=True):
+        graph.update_all(dgl.function.copy_u("x", "m"), lambda nodes: {"h": nodes.mailbox["m"].sum(1)})
+        text = str(call_report.report())
+    assert "FastSparse computed 0 of 1 calls" in text
+    assert "no edges" in text
+
+
 @pytest.mark.parametrize("is_on", [False, True])
 def test_the_report_names_few_edges(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_functions, "FEW_EDGES", {"cpu": EDGES + 1})
+    monkeypatch.setattr(function_calls, "FEW_EDGES", {"cpu": EDGES + 1})
     with enabled(report=is_on):
         run(called(Case(mapped, dgl.function.sum("m", "out"))))
         rows = {(row.call, row.by, row.reason) for row, _ in call_report.report().rows}
-    assert (("update_all", "DGL", user_functions._FEW.cause) in rows) is is_on
+    assert (("update_all", "DGL", function_calls.FEW.cause) in rows) is is_on

@@ -27,7 +27,7 @@ _ALWAYS_LATE = (
 LATE = {
     "torch": (*_ALWAYS_LATE, "fused", "graph_store", "layer_swap", "message_plans", "sampling"),
     "torch_geometric": (*_ALWAYS_LATE, "fused", "message_plans"),
-    "dgl": _ALWAYS_LATE,
+    "dgl": (*_ALWAYS_LATE, "message_plans"),
 }
 LATE_OF_PLUGINS = {
     "fastsparse_pyg": [

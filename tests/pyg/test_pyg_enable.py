@@ -350,6 +350,11 @@ class Mine(MessagePassing):
         return 2 * x_j
 
 
+class Normalised(Mine):
+    def forward(self, x, edge_index):
+        return super().forward(softmax(x, torch.arange(len(x)) % 7), edge_index)
+
+
 class Strange(Mine):
     def propagate(self, edge_index, **kwargs):
         return super().propagate(edge_index, **kwargs)
@@ -386,6 +391,15 @@ def test_layers_that_have_to_stay_stay_and_are_reported(enabled, graph):
     assert calls_of("Strange") == {"PyG": 2}
     (reason,) = {row.reason for row, _ in call_report.report().rows if row.call == "Strange"}
     assert reason == "a layer with its own propagate"
+
+
+def test_the_report_counts_a_layer_once(enabled, graph):
+    GATConv(8, 4)(*graph)
+    Normalised()(*graph)
+    scatter(graph[0], torch.zeros(300, dtype=torch.int64))
+    callers = {row.call: row.caller for row, _ in call_report.report().rows}
+    assert callers == {"GATConv": "", "Normalised": "", "softmax": "Normalised", "scatter": ""}
+    assert "computed 2 of 3 calls" in str(call_report.report())
 
 
 def test_accelerate_and_restore_rule(enabled, graph):

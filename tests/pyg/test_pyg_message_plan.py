@@ -153,6 +153,10 @@ def cosine(self, x_i, x_j, index):
     return softmax(self.scalar * alpha, index).view(-1, 1) * x_j
 
 
+def softmax_per_feature(self, x_i, y_j, x_j, index):
+    return softmax(x_i * y_j, index) * x_j
+
+
 def softmax_of_features(self, x_i, x_j, ea, index):
     return softmax(x_i * x_j, index) * (x_j + self.of_edge(ea))
 
@@ -359,6 +363,7 @@ MESSAGES: dict[Message, tuple[str, ...]] = {
     gatv2_with_edges: ("gatv2_attention",),
     gatv2_other_values: (),
     cosine: (),
+    softmax_per_feature: (),
     softmax_of_features: (),
     gated: ("gated_aggregate",),
     gated_with_edges: (),
@@ -493,6 +498,11 @@ def test_reports_name_what_became_of_each_layers_message():
     for message, before, after in (
         (gat_heads, "w * h_j: spmm (sum)", "scores per node + additive_attention"),
         (cosine, "w * x_j: spmm (sum)", "w * x_j: spmm (sum)"),
+        (
+            softmax_per_feature,
+            "w * x_j: spmm (sum)",
+            "message() per edge, because of weights per feature: segment sum",
+        ),
         (where, "message() per edge: segment sum", "linear maps per node; the rest per edge, because of gt"),
         (gen, "message() per edge: segment sum", "message() per edge, because of relu: segment sum"),
     ):
@@ -502,6 +512,10 @@ def test_reports_name_what_became_of_each_layers_message():
         fast(edge_index, inputs)
         assert kernel_of(fast) == after
         assert kernel_of(other) == before
+    _, fast = make(copies)
+    assert kernel_of(fast) == "x_j: spmm (sum)"
+    fast(edge_index, inputs | {"x": torch.ones(NODES, ALL, dtype=torch.int64)})
+    assert kernel_of(fast) == "message() per edge, because of the dtype or shape of the features: segment sum"
 
 
 @pytest.mark.parametrize("device", DEVICES)
