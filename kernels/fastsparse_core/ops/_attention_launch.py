@@ -418,7 +418,7 @@ def _gatv2_backward(adj: Adjacency, call: Call, grad: Tensor, out: Tensor, lse: 
     grad_att = att.new_empty(att_rows, width)
     slots, slots_t = adj.row_split.num_slots, transposed.row_split.num_slots
     _workspace, (row_state, partial_dst, partial_src) = scratch(
-        x_src.device, adj.num_dst * heads * 3, slots * width, slots_t * width
+        x_src.device, adj.num_dst * heads * 2, slots * width, slots_t * width
     )
     written = (grad_dst, grad_src, grad_att, att_rows, row_state, partial_dst, partial_src)
     arguments = (_gatv2_input(call), out, grad, lse, *written, *place_of(x_src.device))
