@@ -51,12 +51,8 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
   const WarpLength length(slice.length);
   const std::int64_t row = row_of(args.split, slice), row_head = lane.at(row);
   const float score_dst = input.score_dst[row_head], lse = finite_lse(args.lse[row_head]);
-  // Zeros for a row without entries, because the row may contain NaN, and its lanes also loop up to the
-  // longest slice of their warp.
   float grad[kLaneFeatures];
-  lane.load(grad, args.grad, row);  // a branch around the load would cost 3 % (4 heads of 32)
-#pragma unroll
-  for (float& each : grad) each = slice.length > 0 ? each : 0.0f;
+  lane.load(grad, args.grad, row);
   const auto rows = lane.gather(input.v);
 
   const auto column = [&](int entry) {
@@ -118,7 +114,9 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
     reinterpret_cast<float4*>(args.partial_row)[lane.at(~slice.target)] =
         make_float4(n_plus, n_minus, p_plus, p_minus);
   } else {
-    finish_row(args, row_head, {n_plus, n_minus, p_plus, p_minus});
+    // Zeros for a row without entries, because its gradient may contain NaN, and its lanes also loop up to
+    // the longest slice of their warp.
+    finish_row(args, row_head, slice.length > 0 ? RowSums{n_plus, n_minus, p_plus, p_minus} : RowSums{});
   }
 }
 
@@ -153,10 +151,8 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
   const WarpLength length(slice.length);
   const std::int64_t source = row_of(args.split_t, slice), source_head = lane.at(source);
   const float score_src = input.score_src[source_head];
-  // Zeros for a source without entries, because the source may contain NaN, and its lanes also loop up to the
-  // longest slice of their warp.
-  float v[kLaneFeatures] = {};
-  if (slice.length > 0) lane.load(v, input.v, source);
+  float v[kLaneFeatures];
+  lane.load(v, input.v, source);
   const auto rows = lane.gather(args.grad);
 
   const auto column = [&](int entry) {
@@ -232,7 +228,8 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
     if (lane.sub == 0) args.partial_score[lane.at(~slice.target)] = grad_score;
   } else {
     lane.template store<T>(args.grad_v, source, width, grad_v);
-    if (lane.sub == 0) args.grad_score_src[source_head] = grad_score;
+    // Zero for a source without entries, because the source may contain NaN, as in the row pass.
+    if (lane.sub == 0) args.grad_score_src[source_head] = slice.length > 0 ? grad_score : 0.0f;
   }
 }
 

@@ -40,13 +40,11 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     const RowSlice slice = load_slice(args.split, index);
     const WarpLength length(slice.length);
     const std::int64_t row = row_of(args.split, slice), row_head = lane.at(row);
-    float x_dst[kLaneFeatures] = {}, grad[kLaneFeatures], out[kLaneFeatures], grad_x[kLaneFeatures] = {};
+    float x_dst[kLaneFeatures], grad[kLaneFeatures], out[kLaneFeatures], grad_x[kLaneFeatures] = {};
     // Zeros for a row without entries, because the row may contain NaN, and its lanes also loop up to the
     // longest slice of their warp.
-    if (slice.length > 0) lane.load(x_dst, input.x_dst, row);
-    lane.load(grad, args.grad, row);
-#pragma unroll
-    for (float& each : grad) each = slice.length > 0 ? each : 0.0f;
+    lane.load(x_dst, input.x_dst, row, slice.length > 0);
+    lane.load(grad, args.grad, row, slice.length > 0);
     lane.load(out, args.out, row);
     const float lse = finite_lse(args.lse[row_head]);
     float delta = 0;
@@ -125,9 +123,9 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(5))
   const RowSlice slice = load_slice(args.split_t, lane.group);
   const WarpLength length(slice.length);
   const std::int64_t source = row_of(args.split_t, slice);
-  float att[kLaneFeatures], x_src[kLaneFeatures] = {};
+  float att[kLaneFeatures], x_src[kLaneFeatures];
   lane.load_vector(att, input.att);
-  if (slice.length > 0) lane.load(x_src, input.x_src, source);
+  lane.load(x_src, input.x_src, source, slice.length > 0);
   const auto x_dst_rows = lane.gather(input.x_dst), grad_rows = lane.gather(args.grad);
 
   const auto column = [&](int entry) {
