@@ -34,7 +34,7 @@ from fastsparse_pyg.nn.message_kernels import (
     reduce_by_kernel,
 )
 from fastsparse_pyg.nn.message_pattern import Pattern, find_joint_pattern, find_pattern
-from fastsparse_pyg.nn.message_planner import FEW, planned, reduce_by_plan
+from fastsparse_pyg.nn.message_planner import FEW, PlannedCall, planned, reduce_by_plan
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
 #: Largest number of patterns per class and method. Without a limit, a layer whose attributes change in every
@@ -83,7 +83,7 @@ class AnyLayer(MessagePassing):
     _signature: ClassVar[Signature | None]
     #: Kind of a call (aggregation, names and dtypes of arguments) -> the fast path for such calls; False if
     #: there is no fast path.
-    _served: ClassVar[dict[Any, Copies | Literal[False]]]
+    _served: ClassVar[dict[Any, Copies | list[PlannedCall] | Literal[False]]]
     #: Aggregation and names of arguments -> the steps for few edges; None: PyG's `propagate` runs.
     _gathered: ClassVar[dict[Any, GatheredMessages | None]]
     #: Aggregation -> whether PyG's code handles few edges on a GPU, because it takes less time on the host
@@ -126,11 +126,17 @@ class AnyLayer(MessagePassing):
             )
             served = self._served.get(kind)
             if served and size is None:
-                out = served.reduce(self, edge_index, kwargs)
-                if out is NO_COPIES:
-                    self._served[kind] = False
-                elif out is not None:
-                    return out
+                if isinstance(served, list):
+                    for each in served:
+                        out = each.reduce(self, edge_index, kwargs, count is not None)
+                        if out is not None:
+                            return out
+                else:
+                    out = served.reduce(self, edge_index, kwargs)
+                    if out is NO_COPIES:
+                        self._served[kind] = False
+                    elif out is not None:
+                        return out
         reason = _POSITIONAL if args else self._reason(edge_index)
         if reason is None:
             found = self._collect_lazily(
@@ -143,6 +149,8 @@ class AnyLayer(MessagePassing):
                     self._served.setdefault(kind, copies)
                 out = self._propagate_lazily(found, pattern, how, count is not None)
                 if out is not FEW:
+                    if kind is not None and size is None:
+                        self._serve(kind, pattern, how, found, count is not None)
                     return out
                 reason = _FEW_ON_GPU
             else:
@@ -361,6 +369,15 @@ class AnyLayer(MessagePassing):
             return _ANY
         known.append(find())
         return known[-1]
+
+    def _serve(self, kind: Any, pattern: Pattern, how: str, found: Arguments, are_few: bool) -> None:
+        """Stores the fast path for calls like the one that has just been computed, if there is one."""
+        served = self._served.get(kind) or []
+        if type(served) is not list or len(served) == _MOST_PATTERNS:
+            return
+        call = PlannedCall.of(self, pattern, how, self._names(), found, are_few)
+        if call is not None and not any(each[1:] == call[1:] for each in served):
+            self._served[kind] = [*served, call]
 
     def _few_steps(self, aggregation: type, given: dict[str, Any]) -> GatheredMessages | None:
         """Returns the steps for calls with few edges and these arguments; None if PyG's `propagate` runs."""

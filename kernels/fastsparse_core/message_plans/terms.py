@@ -245,10 +245,11 @@ def by_gated_aggregate(
     if edge is not None:
         gate_weight = torch.zeros_like(value_weight) if gate_weight is None else gate_weight  # type: ignore[arg-type]
         value_weight = torch.zeros_like(gate_weight) if value_weight is None else value_weight
-    k, q, v = _alike(k, q, v)
-    edge, gate_weight, value_weight = _cast(v.dtype, edge, gate_weight, value_weight)
+    if is_any_autocast_enabled():
+        k, q, v = _alike(k, q, v)
+        edge, gate_weight, value_weight = _cast(v.dtype, edge, gate_weight, value_weight)
     maps = {"gate_weight": gate_weight, "value_weight": value_weight}
-    return gated_aggregate(_adjacency(found), k, q, v, edge_attr=edge, **maps)
+    return gated_aggregate(found.special["adj"], k, q, v, edge_attr=edge, **maps)
 
 
 def by_gine_aggregate(
