@@ -13,7 +13,7 @@ from fastsparse_core.log import warn_once
 from fastsparse_core.ops import _edge_messages_fused as formulas
 from fastsparse_core.ops._checks import check_edge_map, check_features, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import DTYPE_CODE
-from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.ops._eager import PLAIN, is_plain_eager
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.structure.adjacency import Adjacency
@@ -145,6 +145,18 @@ def gated_aggregate(
         tensor([[1.5000],
                 [0.0000]])
     """
+    has_edges = edge_attr is not None and gate_weight is not None and value_weight is not None
+    if has_edges or edge_attr is gate_weight is value_weight is None:
+        of_edges: tuple[tuple[Any, int, int], ...] = ()
+        if edge_attr is not None:
+            features, width = edge_attr.shape[-1], q.shape[-1]
+            of_edges = (
+                (edge_attr, adj.num_values, features),
+                (gate_weight, width, features),
+                (value_weight, width, features),
+            )
+        if _are_plain(adj, k, q, v, *of_edges) and (not of_edges or of_edges[0][2] <= MOST_FEATURES):
+            return formulas.gated_op(k, q, v, edge_attr, gate_weight, value_weight, adj, False)[0]
     check_structure(adj)
     if is_partitioned(adj):
         q, v = adj.sources(q, v)
@@ -204,7 +216,7 @@ def gated_edges(
         >>> state.shape
         torch.Size([2, 8])
     """
-    if not _are_plain(adj, k, q, v, edge):
+    if not (isinstance(q, Tensor) and _are_plain(adj, k, q, v, (edge, adj.num_values, q.shape[-1]))):
         check_structure(adj)
         if is_partitioned(adj):
             q, v = adj.sources(q, v)
@@ -220,22 +232,31 @@ def gated_edges(
 # ---------------------------------------------------------------- checks
 
 
-def _are_plain(adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor) -> bool:
-    """True if the CPU kernels can use the tensors of a call as they are, so that no check is needed."""
-    if not (is_plain_eager(q) and type(adj) is Adjacency and q.is_cpu and adj.col.is_cpu and q.dim() == 2):
+def _are_plain(adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, *others: tuple[Tensor, int, int]) -> bool:
+    """True if the kernels can use the tensors of a call as they are, so that no check is needed.
+
+    Args:
+        adj: structure.
+        k: rows of the destinations.
+        q: rows of the sources.
+        v: values of the sources.
+        *others: further tensors, each with the numbers of rows and columns that it must have.
+    """
+    if not (is_plain_eager(q) and type(adj) is Adjacency and q.dim() == 2):
         return False
-    width, dtype = q.shape[1], q.dtype
-    for each, count in ((k, adj.num_dst), (q, adj.num_src), (v, adj.num_src), (edge, adj.num_values)):
+    width, dtype, device = q.shape[1], q.dtype, q.device
+    rows = ((k, adj.num_dst, width), (q, adj.num_src, width), (v, adj.num_src, width))
+    for each, count, columns in rows + others:
         if (
-            type(each) is not Tensor
-            or each.shape != (count, width)
+            type(each) not in PLAIN
+            or each.shape != (count, columns)
             or each.dtype is not dtype
-            or not each.is_cpu
+            or each.device != device
             or each.layout is not torch.strided
             or each.is_neg()
         ):
             return False
-    return dtype in DTYPE_CODE
+    return dtype in DTYPE_CODE and device == adj.col.device and adj.num_values < 2**32
 
 
 def _has_no_kernel(adj: Adjacency, features: int = 0) -> bool:
