@@ -145,18 +145,9 @@ def gated_aggregate(
         tensor([[1.5000],
                 [0.0000]])
     """
-    has_edges = edge_attr is not None and gate_weight is not None and value_weight is not None
-    if has_edges or edge_attr is gate_weight is value_weight is None:
-        of_edges: tuple[tuple[Any, int, int], ...] = ()
-        if edge_attr is not None:
-            features, width = edge_attr.shape[-1], q.shape[-1]
-            of_edges = (
-                (edge_attr, adj.num_values, features),
-                (gate_weight, width, features),
-                (value_weight, width, features),
-            )
-        if _are_plain(adj, k, q, v, *of_edges) and (not of_edges or of_edges[0][2] <= MOST_FEATURES):
-            return formulas.gated_op(k, q, v, edge_attr, gate_weight, value_weight, adj, False)[0]
+    is_whole = (edge_attr is None) == (gate_weight is None) == (value_weight is None)
+    if is_whole and _are_plain(adj, k, q, v, edge_attr, gate_weight, value_weight):
+        return formulas.gated_op(k, q, v, edge_attr, gate_weight, value_weight, adj, False)[0]
     check_structure(adj)
     if is_partitioned(adj):
         q, v = adj.sources(q, v)
@@ -216,7 +207,7 @@ def gated_edges(
         >>> state.shape
         torch.Size([2, 8])
     """
-    if not (isinstance(q, Tensor) and _are_plain(adj, k, q, v, (edge, adj.num_values, q.shape[-1]))):
+    if not _are_plain(adj, k, q, v, edge):
         check_structure(adj)
         if is_partitioned(adj):
             q, v = adj.sources(q, v)
@@ -232,24 +223,43 @@ def gated_edges(
 # ---------------------------------------------------------------- checks
 
 
-def _are_plain(adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, *others: tuple[Tensor, int, int]) -> bool:
-    """True if the kernels can use the tensors of a call as they are, so that no check is needed.
+def _are_plain(
+    adj: Adjacency,
+    k: Tensor,
+    q: Tensor,
+    v: Tensor,
+    edge: Tensor | None,
+    gate_weight: Tensor | None = None,
+    value_weight: Tensor | None = None,
+) -> bool:
+    """True if the kernels can use the tensors of a call as they are, so that no other check is needed.
 
     Args:
         adj: structure.
         k: rows of the destinations.
         q: rows of the sources.
         v: values of the sources.
-        *others: further tensors, each with the numbers of rows and columns that it must have.
+        edge: rows of the edges; with weights, raw features.
+        gate_weight: map of raw features.
+        value_weight: map of raw features to the values.
     """
     if not (is_plain_eager(q) and type(adj) is Adjacency and q.dim() == 2):
         return False
     width, dtype, device = q.shape[1], q.dtype, q.device
-    rows = ((k, adj.num_dst, width), (q, adj.num_src, width), (v, adj.num_src, width))
-    for each, count, columns in rows + others:
+    expected: Any = ((k, adj.num_dst, width), (q, adj.num_src, width), (v, adj.num_src, width))
+    if edge is not None:
+        if type(edge) not in PLAIN or edge.dim() != 2:
+            return False
+        features = edge.shape[1] if gate_weight is not None else width
+        expected += ((edge, adj.num_values, features),)
+        if gate_weight is not None:
+            if features > MOST_FEATURES:
+                return False
+            expected += ((gate_weight, width, features), (value_weight, width, features))
+    for each, num_rows, columns in expected:
         if (
             type(each) not in PLAIN
-            or each.shape != (count, columns)
+            or each.shape != (num_rows, columns)
             or each.dtype is not dtype
             or each.device != device
             or each.layout is not torch.strided
