@@ -24,6 +24,7 @@ from fastsparse_pyg.caching import is_new, logger, lookup
 from fastsparse_pyg.fallback import FEW_EDGES, FEW_EDGES_ON_GPU
 from fastsparse_pyg.graph import edges_made_anew, for_pyg, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, are_few_on_gpu, has_message_hook, known
+from fastsparse_pyg.nn.joint_maps import JointMaps, passed_names
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import (
     NO_COPIES,
@@ -86,6 +87,8 @@ class AnyLayer(MessagePassing):
     _served: ClassVar[dict[Any, Copies | list[PlannedCall] | Literal[False]]]
     #: Aggregation and names of arguments -> the steps for few edges; None: PyG's `propagate` runs.
     _gathered: ClassVar[dict[Any, GatheredMessages | None]]
+    #: Number of arguments of `forward` by position, and names of the others -> linear maps to join, or None.
+    _joint: ClassVar[dict[Any, JointMaps | None]]
     #: Aggregation -> whether PyG's code handles few edges on a GPU, because it takes less time on the host
     #: than the plan. None: no single kernel computes the layer, and its plan is not known yet.
     _left: ClassVar[dict[type, bool | None]]
@@ -503,6 +506,7 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_served": {},
             "_gathered": {},
             "_left": {},
+            "_joint": {},
             # After explain mode, PyG assigns this attribute to `propagate`.
             "_jinja_propagate": AnyLayer.propagate,
             "forward": _with_edge_list(original.forward),
@@ -518,7 +522,10 @@ def _new(original: type[MessagePassing], *args: Any) -> Any:
 
 
 def _with_edge_list(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `forward` to replace an Adjacency by its edges, because PyG's layers do not support it."""
+    """Wraps `forward` to replace an Adjacency by its edges, because PyG's layers do not support it.
+
+    For few edges on a GPU, linear maps of one tensor are joined (:class:`JointMaps`).
+    """
 
     @functools.wraps(forward)
     def with_edge_list(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -527,6 +534,17 @@ def _with_edge_list(forward: Callable[..., Any]) -> Callable[..., Any]:
                 args = tuple(_edge_list(each, self.flow) for each in args)
                 kwargs = {name: _edge_list(each, self.flow) for name, each in kwargs.items()}
                 break
+        if not (_is_dynamo_compiling() or _is_tracing()):
+            maps = self._joint.get((len(args), *kwargs), _UNKNOWN)
+            if maps is _UNKNOWN:
+                passed = passed_names(forward, len(args), tuple(kwargs))
+                maps = self._joint[(len(args), *kwargs)] = JointMaps.of(self, forward, passed, self._names())
+            if maps is not None:
+                given = dict(zip(maps.parameters, (*args, *kwargs.values()), strict=True))
+                if are_few_on_gpu(given[maps.edge_index], _TIMES_FEW):
+                    out = maps.run(self, given)
+                    if out is not None:
+                        return out
         return forward(self, *args, **kwargs)
 
     return with_edge_list
