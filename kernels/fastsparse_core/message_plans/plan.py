@@ -350,8 +350,8 @@ def _likeness(module: Any) -> tuple[Any, ...]:
         return type(module), len(module)
     parameters = state["_parameters"]
     if "weight" in parameters:
-        has_bias = "bias" in parameters and parameters["bias"] is not None
-        return type(module), parameters["weight"].shape, has_bias or getattr(module, "bias", None) is not None
+        bias = parameters["bias"] if "bias" in parameters else module.bias  # noqa: SIM401  # takes 1 us less
+        return type(module), parameters["weight"].shape, bias is None
     names = (*getattr(module, "__constants__", ()), "p", "training")
     return type(module), *[state[name] for name in names if name in state]
 
