@@ -25,7 +25,7 @@ def test_neither_bias_nor_dropout(shape, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "width", "edge_width"), [(1, 128, 16), (4, 32, 3), (3, 20, 5), (2, 8, 40)])
 def test_layout_of_the_edges_weight(heads, width, edge_width, dtype):
-    """Chunks of 16 bytes of a head's features go to the lanes in turn; the rest is 0."""
+    """Chunk n (16 bytes) of a head's features belongs to lane n modulo the number of lanes; the rest is 0."""
     weight = torch.randn(heads * width, edge_width).to(dtype)
     lanes = 1
     while lanes * 8 < width or lanes * 16 < edge_width:
