@@ -24,6 +24,7 @@ from fastsparse_pyg.caching import is_new, logger, lookup
 from fastsparse_pyg.fallback import FEW_EDGES, FEW_EDGES_ON_GPU
 from fastsparse_pyg.graph import edges_made_anew, for_pyg, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, are_few_on_gpu, has_message_hook, known
+from fastsparse_pyg.nn.joint_maps import JointMaps, passed_names
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import (
     NO_COPIES,
@@ -34,7 +35,14 @@ from fastsparse_pyg.nn.message_kernels import (
     reduce_by_kernel,
 )
 from fastsparse_pyg.nn.message_pattern import Pattern, find_joint_pattern, find_pattern
-from fastsparse_pyg.nn.message_planner import FEW, OTHER_FORM, PER_FEATURE, planned, reduce_by_plan
+from fastsparse_pyg.nn.message_planner import (
+    FEW,
+    OTHER_FORM,
+    PER_FEATURE,
+    PlannedCall,
+    planned,
+    reduce_by_plan,
+)
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
 #: Largest number of patterns per class and method. Without a limit, a layer whose attributes change in every
@@ -79,9 +87,11 @@ class AnyLayer(MessagePassing):
     _signature: ClassVar[Signature | None]
     #: Kind of a call (aggregation, names and dtypes of arguments) -> the fast path for such calls; False if
     #: there is no fast path.
-    _served: ClassVar[dict[Any, Copies | Literal[False]]]
+    _served: ClassVar[dict[Any, Copies | list[PlannedCall] | Literal[False]]]
     #: Aggregation and names of arguments -> the steps for few edges; None: PyG's `propagate` runs.
     _gathered: ClassVar[dict[Any, GatheredMessages | None]]
+    #: Number of arguments of `forward` by position, and names of the others -> linear maps to join, or None.
+    _joint: ClassVar[dict[Any, JointMaps | None]]
     #: Aggregation -> whether PyG's code handles few edges on a GPU, because it takes less time on the host
     #: than the plan. None: no single kernel computes the layer, and its plan is not known yet.
     _left: ClassVar[dict[type, bool | None]]
@@ -122,11 +132,17 @@ class AnyLayer(MessagePassing):
             )
             served = self._served.get(kind)
             if served and size is None:
-                out = served.reduce(self, edge_index, kwargs)
-                if out is NO_COPIES:
-                    self._served[kind] = False
-                elif out is not None:
-                    return out
+                if isinstance(served, list):
+                    for each in served:
+                        out = each.reduce(self, edge_index, kwargs, count is not None)
+                        if out is not None:
+                            return out
+                else:
+                    out = served.reduce(self, edge_index, kwargs)
+                    if out is NO_COPIES:
+                        self._served[kind] = False
+                    elif out is not None:
+                        return out
         reason = _POSITIONAL if args else self._reason(edge_index)
         if reason is None:
             found = self._collect_lazily(
@@ -139,6 +155,8 @@ class AnyLayer(MessagePassing):
                     self._served.setdefault(kind, copies)
                 out = self._propagate_lazily(found, pattern, how, count is not None)
                 if out is not FEW:
+                    if kind is not None and size is None:
+                        self._serve(kind, pattern, how, found, count is not None)
                     return out
                 reason = _FEW_ON_GPU
             else:
@@ -360,6 +378,15 @@ class AnyLayer(MessagePassing):
         known.append(find())
         return known[-1]
 
+    def _serve(self, kind: Any, pattern: Pattern, how: str, found: Arguments, are_few: bool) -> None:
+        """Stores the fast path for calls like the one that has just been computed, if there is one."""
+        served = self._served.get(kind) or []
+        if type(served) is not list or len(served) == _MOST_PATTERNS:
+            return
+        call = PlannedCall.of(self, pattern, how, self._names(), found, are_few)
+        if call is not None and not any(each[1:] == call[1:] for each in served):
+            self._served[kind] = [*served, call]
+
     def _few_steps(self, aggregation: type, given: dict[str, Any]) -> GatheredMessages | None:
         """Returns the steps for calls with few edges and these arguments; None if PyG's `propagate` runs."""
         pattern = self._pattern_without("message", ()) if "message" not in self.__dict__ else _ANY
@@ -484,6 +511,7 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_served": {},
             "_gathered": {},
             "_left": {},
+            "_joint": {},
             # After explain mode, PyG assigns this attribute to `propagate`.
             "_jinja_propagate": AnyLayer.propagate,
             "forward": _with_edge_list(original.forward),
@@ -499,7 +527,10 @@ def _new(original: type[MessagePassing], *args: Any) -> Any:
 
 
 def _with_edge_list(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `forward` to replace an Adjacency by its edges, because PyG's layers do not support it."""
+    """Wraps `forward` to replace an Adjacency by its edges, because PyG's layers do not support it.
+
+    For few edges on a GPU, linear maps of one tensor are joined (:class:`JointMaps`).
+    """
 
     @functools.wraps(forward)
     def with_edge_list(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -508,6 +539,17 @@ def _with_edge_list(forward: Callable[..., Any]) -> Callable[..., Any]:
                 args = tuple(_edge_list(each, self.flow) for each in args)
                 kwargs = {name: _edge_list(each, self.flow) for name, each in kwargs.items()}
                 break
+        if not (_is_dynamo_compiling() or _is_tracing()):
+            maps = self._joint.get((len(args), *kwargs), _UNKNOWN)
+            if maps is _UNKNOWN:
+                passed = passed_names(forward, len(args), tuple(kwargs))
+                maps = self._joint[(len(args), *kwargs)] = JointMaps.of(self, forward, passed, self._names())
+            if maps is not None:
+                given = dict(zip(maps.parameters, (*args, *kwargs.values()), strict=True))
+                if are_few_on_gpu(given[maps.edge_index], _TIMES_FEW):
+                    out = maps.run(self, given)
+                    if out is not None:
+                        return out
         return forward(self, *args, **kwargs)
 
     return with_edge_list

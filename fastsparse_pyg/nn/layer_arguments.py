@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.nn.conv import MessagePassing
 
+from fastsparse_core import Adjacency
 from fastsparse_core.message_plans.ends import EdgeEnd, gather
 from fastsparse_core.ops._edge_rows import lift
 from fastsparse_pyg.nn.segments import NodeIndex
@@ -112,6 +113,10 @@ class Arguments(dict[str, Any]):
         """True if an argument of the caller is None."""
         return (self.nodes[name][0] if name in self.nodes else self.given(name)) is None
 
+    def is_given(self, name: str) -> bool:
+        """True if the caller passed an argument of this name to `propagate`."""
+        return name in self._given
+
     def given(self, name: str) -> Any:
         """Returns an argument of the caller that is not gathered per edge, or its default value."""
         return self._given.get(name, self._defaults.get(name, EMPTY))
@@ -160,6 +165,45 @@ class Arguments(dict[str, Any]):
             value = self._defaults[name]
         self[name] = value
         return value
+
+
+class KnownCall:
+    """The edges and arguments of a call whose plan is known.
+
+    Most plans read only the structure, so the other arguments are collected when they are first read.
+
+    Attributes:
+        special: like the attribute of :class:`Arguments`, but only with the structure.
+    """
+
+    __slots__ = ("_all", "_collect", "special")
+
+    def __init__(self, adj: Adjacency, collect: Callable[[], Arguments]) -> None:
+        self.special: dict[str, Any] = {"adj": adj}
+        self._collect = collect
+        self._all: Arguments | None = None
+
+    def _arguments(self) -> Arguments:
+        if self._all is None:
+            self._all = self._collect()
+        return self._all
+
+    @property
+    def dst(self) -> EdgeEnd:
+        """The edges' destinations."""
+        return self._arguments().dst
+
+    @property
+    def src(self) -> EdgeEnd:
+        """The edges' sources."""
+        return self._arguments().src
+
+    def placed(self, name: str) -> tuple[Any, str]:
+        """Returns :meth:`Arguments.placed`."""
+        return self._arguments().placed(name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._arguments()[name]
 
 
 def pointer(edge_index: Any, i: int) -> Tensor | None:

@@ -15,7 +15,14 @@ import torch_geometric.utils
 from torch import Tensor
 from torch_geometric.nn import aggr
 
-from fastsparse_core.message_plans.ends import EdgeEnd, fits_softmax, gather, reduce, softmax_of_edges
+from fastsparse_core.message_plans.ends import (
+    EdgeEnd,
+    fits_softmax,
+    gather,
+    reduce,
+    reduce_by_softmax,
+    softmax_of_edges,
+)
 
 
 def softmax(
@@ -89,6 +96,8 @@ def aggregate(messages: Tensor, end: EdgeEnd, how: str, module: Any, dim: int) -
         return reduce(messages, end, how, dim)
     if module.channels != 1 or not fits_softmax(messages, end, dim):
         return None
+    if is_softmax_of_messages(module) and messages.dim() == 2 and dim in (0, -2):
+        return reduce_by_softmax(messages, end)
     scores = messages if isinstance(module.t, (int, float)) and module.t == 1 else messages * module.t
     if not module.learn and module.semi_grad:
         scores = scores.detach()

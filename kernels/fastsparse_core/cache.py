@@ -45,7 +45,8 @@ class Sightings:
 
     def count(self, key: object) -> int:
         """Counts a use of an object, which must be weakly referenceable; returns the new count."""
-        count = self.of(key) + 1
+        reference, count = self._counts.get(id(key), (None, 0))  # `of` would be one more call
+        count = count + 1 if reference is not None and reference() is key else 1
         if len(self._counts) >= _MOST_COUNTED and id(key) not in self._counts:
             self.clear()
         self._counts[id(key)] = weakref.ref(key), count

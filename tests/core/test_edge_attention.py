@@ -22,6 +22,24 @@ def test_neither_bias_nor_dropout(shape, dtype, device):
     DOT.compare(adj, tensors, 2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "width", "edge_width"), [(1, 128, 16), (4, 32, 3), (3, 20, 5), (2, 8, 40)])
+def test_layout_of_the_edges_weight(heads, width, edge_width, dtype):
+    """Chunk n (16 bytes) of a head's features belongs to lane n modulo the number of lanes; the rest is 0."""
+    weight = torch.randn(heads * width, edge_width).to(dtype)
+    lanes = 1
+    while lanes * 8 < width or lanes * 16 < edge_width:
+        lanes *= 2
+    chunk = 16 // dtype.itemsize
+    expected = torch.zeros(edge_width, 8 // chunk, heads, lanes, chunk, dtype=dtype)
+    for head in range(heads):
+        for feature in range(width):
+            at = feature // (lanes * chunk), head, feature // chunk % lanes, feature % chunk
+            expected[(slice(None), *at)] = weight[head * width + feature]
+    padded = _attention_launch._padded_weight(weight, heads, heads * width, edge_width)
+    assert torch.equal(_attention_launch._weight_of_dot_products(padded, heads), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(4, 32, 4), (3, 20, 0), (1, 256, 8)], ids=str)

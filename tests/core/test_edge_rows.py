@@ -7,7 +7,7 @@ import torch
 from cases import DTYPES, TOLERANCE, features, relative_error
 
 from fastsparse_core import reference
-from fastsparse_core.ops._edge_rows import lift, sum_edges
+from fastsparse_core.ops._edge_rows import lift, softmax_sum, sum_edges
 from fastsparse_core.ops._segment import gather_op
 from fastsparse_core.structure.segments import Segments
 
@@ -73,6 +73,34 @@ def test_sum_edges(device, ends, dtype, shape, mean):
     assert relative_error(grad, wanted) <= 2 * TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 5, 16])
+def test_softmax_sum(device, ends, dtype, width):
+    """Also a node without edges, and a message that is edited before the backward pass."""
+    rows = (3 * torch.randn(50, width, device=device)).to(dtype).requires_grad_()
+    end = ends[0]
+    end.index[end.index == 4] = 3
+    end.segments = Segments.from_index(end.index, 9)
+    out = softmax_sum(rows, end, 9)
+    exact = rows.detach().double().requires_grad_()
+    index = end.index[:, None].expand(50, width)
+    weights = (exact - exact.detach().max()).exp()
+    total = weights.new_zeros(9, width).scatter_add(0, index, weights)
+    expected = reference.scatter(exact * weights / total.gather(0, index), end.index, 9, "sum")
+    assert out.dtype == dtype
+    assert not out[4].any()
+    assert relative_error(out, expected) <= 3 * TOLERANCE[dtype]
+    weight = torch.randn_like(expected)
+    (grad,) = torch.autograd.grad(out, rows, weight.to(dtype), retain_graph=True)
+    (wanted,) = torch.autograd.grad(expected, exact, weight)
+    assert relative_error(grad, wanted) <= 5 * TOLERANCE[dtype]
+    with torch.no_grad():
+        assert torch.equal(softmax_sum(rows, end, 9), out)
+        rows.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(weight.to(dtype))
+
+
 def test_second_derivatives(device, ends):
     x = torch.randn(9, 3, device=device, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(50, 3, device=device, dtype=torch.float64, requires_grad=True)
@@ -83,6 +111,7 @@ def test_second_derivatives(device, ends):
 
     assert torch.autograd.gradgradcheck(lifted, (x,))
     assert torch.autograd.gradgradcheck(lambda rows: sum_edges(rows, ends[0], 9, mean=True) ** 2, (rows,))
+    assert torch.autograd.gradgradcheck(lambda rows: softmax_sum(rows, ends[0], 9), (rows,))
 
 
 def test_parameters_go_through_the_dispatcher(device, ends):

@@ -667,8 +667,10 @@ def test_softmax_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """In weights, messages, edge updates and PyG's aggregation."""
     it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
     calls = []
-    right = ends.softmax_op
-    monkeypatch.setattr(ends, "softmax_op", lambda *args, **kw: (calls.append(1), right(*args, **kw))[1])
+    for name in ("softmax_op", "softmax_sum"):
+        right = getattr(ends, name)
+        counting = lambda *args, right=right, **kw: (calls.append(1), right(*args, **kw))[1]  # noqa: E731
+        monkeypatch.setattr(ends, name, counting)
     layers: list[tuple[nn.Module, X_E]] = [
         (PerHead(), plain),
         (Attending(), attributed),

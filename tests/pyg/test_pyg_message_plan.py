@@ -648,6 +648,48 @@ def test_layers_of_one_class_and_several_shapes():
     assert gains_of(layers[0][1]) == 4 * [(PER_NODE,)]
 
 
+def hooked(fast: Any) -> None:
+    fast.register_message_forward_hook(lambda module, args, out: 2 * out)
+
+
+def replaced(fast: Any) -> None:
+    fast.message = lambda x_i, x_j, index: x_j - x_i
+
+
+def of_mean(fast: Any) -> None:
+    fast.aggr_module = gnn.MeanAggregation()
+
+
+def turned(fast: Any) -> None:
+    fast.flow = "target_to_source"
+
+
+@pytest.mark.parametrize("change", [None, hooked, replaced, of_mean, turned], ids=str)
+def test_known_calls_skip_the_search_until_something_changes(
+    change: Callable[[Any], None] | None, monkeypatch: pytest.MonkeyPatch
+):
+    layer, fast = make(gat_one_head)
+    edge_index, inputs = problem()
+    check(layer, fast, edge_index, inputs)
+    for each in (layer, fast) if change else ():
+        change(each)
+    searched = []
+    search = AnyLayer._collect_lazily
+    monkeypatch.setattr(AnyLayer, "_collect_lazily", lambda *args: searched.append(1) or search(*args))
+    check(layer, fast, edge_index, inputs)
+    assert bool(searched) == (change in (replaced, of_mean))  # with a hook, PyG's code runs
+    edge_index[0, :9] = edge_index[0, 9:18]  # edited in place, and a tensor that was not seen before
+    check(layer, fast, edge_index, inputs)
+    check(layer, fast, edge_index.flip(0), inputs)
+    fewer = {name: item[: NODES - 20] if name == "x" else item for name, item in inputs.items()}
+    check(layer, fast, edge_index % (NODES - 20), fewer)
+    narrow = {name: item[:, :4] if name == "x" else item for name, item in inputs.items()}
+    if change is not replaced:
+        for each in (layer, fast):
+            with pytest.raises(RuntimeError, match="size of tensor"):
+                each(edge_index, narrow)
+
+
 def attribute_reshaped(self, x_i, x_j):
     return torch.tanh(self.both(torch.cat([x_i, x_j], -1)).unsqueeze(-1) + self.bias).flatten(1)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core.ops._edge_rows import lift, sum_edges
+from fastsparse_core.ops._edge_rows import lift, softmax_sum, sum_edges
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.ops._segment import reduce_op, softmax_op
 from fastsparse_core.policy import MOST_HEADS
@@ -120,3 +120,8 @@ def softmax_of_edges(src: Tensor, end: EdgeEnd, dim: int = 0) -> Tensor:
     rows = written_out(src)
     rows = rows if rows.dim() == 2 else rows.reshape(rows.size(0), rows.shape[1:].numel())
     return softmax_op(rows, end.index, None, end.num_nodes, find=end.find).reshape(src.shape)
+
+
+def reduce_by_softmax(messages: Tensor, end: EdgeEnd) -> Tensor:
+    """Sum of every node's messages (num_edges, F), weighted by the softmax of the same messages."""
+    return softmax_sum(written_out(messages), end, end.num_nodes)

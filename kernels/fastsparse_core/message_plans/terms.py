@@ -18,6 +18,7 @@ from torch import Tensor
 from fastsparse_core.fused.attention_layer import ADDITIVE, attention_layer
 from fastsparse_core.message_plans.ends import EdgeEnd, fits_softmax, gather, reduce, softmax_of_edges
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
+from fastsparse_core.ops._eager import PLAIN, is_plain_eager
 from fastsparse_core.ops._edge_rows import lift
 from fastsparse_core.ops.attention import additive_attention, attention, gatv2_attention
 from fastsparse_core.ops.edge_expression import edge_expressions
@@ -243,12 +244,34 @@ def by_gated_aggregate(
     k = _zeros(found.dst, v, v.size(1)) if k is None else k
     q = _zeros(found.src, v, v.size(1)) if q is None else q
     if edge is not None:
-        gate_weight = torch.zeros_like(value_weight) if gate_weight is None else gate_weight  # type: ignore[arg-type]
-        value_weight = torch.zeros_like(gate_weight) if value_weight is None else value_weight
-    k, q, v = _alike(k, q, v)
-    edge, gate_weight, value_weight = _cast(v.dtype, edge, gate_weight, value_weight)
+        gate_weight = _zero_map(value_weight) if gate_weight is None else gate_weight  # type: ignore[arg-type]
+        value_weight = _zero_map(gate_weight) if value_weight is None else value_weight
+    if is_any_autocast_enabled():
+        k, q, v = _alike(k, q, v)
+        edge, gate_weight, value_weight = _cast(v.dtype, edge, gate_weight, value_weight)
     maps = {"gate_weight": gate_weight, "value_weight": value_weight}
-    return gated_aggregate(_adjacency(found), k, q, v, edge_attr=edge, **maps)
+    return gated_aggregate(found.special["adj"], k, q, v, edge_attr=edge, **maps)
+
+
+#: Zeros by shape, dtype and device. Kernels only read them.
+_zero_maps: dict[Any, Tensor] = {}
+_MOST_ZERO_MAPS = 64
+
+
+def _zero_map(like: Tensor) -> Tensor:
+    """Zeros like a weight, stored from call to call, because filling them would be one launch more."""
+    key = (like.shape, like.dtype, like.device)
+    zeros = _zero_maps.get(key)
+    if zeros is not None and is_plain_eager(zeros):
+        return zeros
+    is_capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
+    if type(like) not in PLAIN or not is_plain_eager(like.detach()) or is_capturing:
+        return torch.zeros_like(like)
+    while len(_zero_maps) >= _MOST_ZERO_MAPS:
+        _zero_maps.pop(next(iter(_zero_maps)), None)
+    with torch.inference_mode(False):
+        zeros = _zero_maps[key] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    return zeros
 
 
 def by_gine_aggregate(

@@ -59,6 +59,8 @@ def run(adj: Adjacency, call: Call, plan: tuple[Any, ...]) -> Tensor:
     v, algorithm = call.values, "fused3s"
     if kernel == "csr" or call.edge is not None:
         algorithm = "auto" if call.algorithm == "auto" else "csr"
+        if call.edge is not None and algorithm == "auto" and not torch.compiler.is_compiling():
+            adj.plans[plan] = True  # for this key, `_kernel_of` always gives the same kernel
     elif not torch.compiler.is_compiling() and (
         call.kind != DOT_PRODUCT
         or (

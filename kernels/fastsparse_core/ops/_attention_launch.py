@@ -272,6 +272,8 @@ def _padded_edges(edge: Tensor) -> Tensor:
 
 def _padded_weight(weight: Tensor, heads: int, width: int, edge_width: int) -> Tensor:
     """(heads * D, A), contiguous, padded like the heads and the edge features."""
+    if weight.shape == (width, edge_width):
+        return weight.contiguous()
     missing = edge_width - weight.size(1)
     per_head = weight.unflatten(0, (heads, -1))
     behind = width // heads - per_head.size(1)
@@ -464,13 +466,12 @@ def _weight_of_dot_products(weight: Tensor, heads: int) -> Tensor:
     lanes come before their second chunks, so that a warp reads contiguous memory.
     """
     width = weight.size(0) // max(heads, 1)
-    lanes = _head_lanes(width, weight.size(1))
-    per_head = weight.t().unflatten(1, (heads, width))
+    lanes, chunk = _head_lanes(width, weight.size(1)), LOAD_BYTES // weight.element_size()
     if width < 8 * lanes:
-        per_head = F.pad(per_head, (0, 8 * lanes - width))
+        weight = F.pad(weight.unflatten(0, (heads, width)), (0, 0, 0, 8 * lanes - width))
     # The chunks of a lane are separated by the chunks of all other lanes.
-    chunked = per_head.unflatten(2, (-1, lanes, LOAD_BYTES // weight.element_size()))
-    return chunked.permute(0, 2, 1, 3, 4).contiguous()
+    chunked = weight.reshape(heads, 8 // chunk, lanes, chunk, weight.size(-1))
+    return chunked.permute(4, 1, 0, 2, 3).contiguous()
 
 
 def _laid_out_with_edges(adj: Adjacency, call: Call) -> Call:
@@ -578,8 +579,9 @@ def _backward_with_edges(
     of_edge = None
     if given.edge is not None and given.edge_weight is not None:
         if of_weight is not None:
-            rows = given.edge_weight.size(0) // max(heads, 1)
-            of_weight = of_weight.unflatten(0, (heads, -1))[:, :rows, : given.edge.size(1)].flatten(0, 1)
+            if of_weight.shape != given.edge_weight.shape:
+                rows = given.edge_weight.size(0) // max(heads, 1)
+                of_weight = of_weight.unflatten(0, (heads, -1))[:, :rows, : given.edge.size(1)].flatten(0, 1)
             of_weight = cast(of_weight, given.edge_weight.dtype)
         if features is not None:
             of_edge = _sum_of_features(features, given.edge)

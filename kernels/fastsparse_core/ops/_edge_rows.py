@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.ops._eager import direct, is_first_derivative, is_plain_eager, is_wrapped
-from fastsparse_core.ops._segment import gather_op, reduce_op
-from fastsparse_core.ops._segment_launch import gather_rows, sum_rows
+from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.ops._segment import gather_op, reduce_op, softmax_op
+from fastsparse_core.ops._segment_launch import gather_rows, launch_softmax, sum_rows
 from fastsparse_core.structure.segments import Segments
 
 
@@ -62,6 +63,25 @@ def sum_edges(rows: Tensor, end: End, num_nodes: int, *, mean: bool = False) -> 
         return _sum(rows, end.find(), how)
     out: Tensor = (_SumEdges.apply if is_wrapped(rows) else _apply_sum)(rows, end.index, end, how)
     return out
+
+
+def softmax_sum(rows: Tensor, end: End, num_nodes: int) -> Tensor:
+    """Sum over the edges of every node, weighted by the softmax of the same rows, (num_nodes, F).
+
+    Args:
+        rows: floating (num_edges, F), without PyTorch's negative bit.
+        end: the end of the edges.
+        num_nodes: number of nodes.
+    """
+    if is_plain_eager(rows) and rows.requires_grad and torch.is_grad_enabled() and not is_wrapped(rows):
+        out: Tensor = _apply_softmax_sum(rows, end.index, end, num_nodes)
+        return out
+    return _softmax_sum(rows, end, num_nodes)
+
+
+def _softmax_sum(rows: Tensor, end: End, num_nodes: int) -> Tensor:
+    weights = softmax_op(rows, end.index, None, num_nodes, find=end.find)
+    return sum_edges(rows * weights, end, num_nodes)
 
 
 def _as_matrix(rows: Tensor) -> Tensor:
@@ -126,4 +146,25 @@ class _SumEdges(torch.autograd.Function):
         return rows, None, None, None
 
 
-_apply_lift, _apply_sum = direct(_Lift), direct(_SumEdges)
+class _SoftmaxSum(torch.autograd.Function):
+    """With weights p and the gradient g of an edge's node: dm = p (m g - sum of p m g of the node) + p g."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, end: End, num_nodes: int) -> Tensor:
+        weights = launch_softmax(rows, None, end.find)
+        ctx.save_for_backward(rows, weights, index)
+        ctx.end, ctx.num_nodes = end, num_nodes
+        return _sum(rows * weights, end.find(), "sum")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weights, index = ctx.saved_tensors
+        if not is_first_derivative(grad):
+            compute = lambda x: _softmax_sum(x, ctx.end, ctx.num_nodes)  # noqa: E731
+            return *unfused_gradients(compute, grad, (rows,), (True,)), None, None, None
+        at_edges = _rows(grad, index)
+        found = launch_softmax(weights, at_edges * rows, ctx.end.find)
+        return found.addcmul_(weights, at_edges), None, None, None
+
+
+_apply_lift, _apply_sum, _apply_softmax_sum = direct(_Lift), direct(_SumEdges), direct(_SoftmaxSum)

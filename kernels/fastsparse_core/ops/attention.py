@@ -99,23 +99,26 @@ def attention(
         algorithm = policy.eager_requests().get("attention", "auto")
     else:
         algorithm = policy.requested("attention", algorithm)
+    of_edges: tuple[Tensor, ...] = ()
+    if edge_attr is not None and edge_weight is not None:
+        of_edges = (edge_attr, edge_weight)
     if (
         bias is None
-        and edge_attr is None
-        and edge_weight is None
+        and (of_edges or edge_attr is edge_weight)
         and type(heads) is int
-        and fused.is_plain_call(adj, dropout_p, q, k, v)
+        and fused.is_plain_call(adj, dropout_p, *of_edges, q, k, v)
         and q.shape == (adj.num_dst, k.shape[1])
         and k.shape[0] == v.shape[0] == adj.num_src
         and q.dtype == k.dtype == v.dtype
         and (scale is None or type(scale) is float)
+        and (not of_edges or _fit_features(adj, of_edges, v, q))
         # All other checks are the same for every call with this key, and an earlier call passed them.
-        and ("attention", q.dtype, q.shape[1], v.shape[1], heads, algorithm) in adj.plans
+        and _kind_of(q, v, heads, algorithm, *of_edges[:1]) in adj.plans
     ):
         factor = default_scale(q.shape[1] // heads) if scale is None else scale
         if math.isfinite(factor):
-            call = Call(q, k, v, None, None, None, None, factor, 0.0, None, DOT_PRODUCT, heads)
-            return fused.plain(adj, call)
+            call = Call(q, k, v, None, edge_attr, edge_weight, None, factor, 0.0, None, DOT_PRODUCT, heads)
+            return fused.plain(adj, call if not of_edges else call._replace(algorithm="auto"))
     if is_partitioned(adj):
         k, v = adj.sources(k, v)
         adj = adj.rows
@@ -130,9 +133,25 @@ def attention(
         )
     edge, weight = edges or (None, None)
     given = (None, edge, weight, bias, scale, dropout_p, seed, DOT_PRODUCT, heads, algorithm)
-    key = ("attention", v.dtype, features[0].size(1), features[2].size(1), heads, algorithm)
+    key = _kind_of(features[0], features[2], heads, algorithm, *(() if edge is None else (edge,)))
     out = fused.run(adj, Call(features[0], features[1], features[2], *given), key)
     return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
+
+
+def _kind_of(q: Tensor, v: Tensor, heads: int, algorithm: str, *edges: Tensor) -> tuple[object, ...]:
+    """Key of calls of :func:`attention` for which the same checks hold and the same kernel runs."""
+    return "attention", v.dtype, q.shape[1], v.shape[1], heads, algorithm, *[x.shape[1] for x in edges]
+
+
+def _fit_features(adj: Adjacency, of_edges: tuple[Tensor, ...], v: Tensor, q: Tensor) -> bool:
+    """Returns whether edge features and their map have the dtype and sizes that the kernels read."""
+    edge, weight = of_edges
+    return (
+        edge.dtype == weight.dtype == v.dtype
+        and edge.shape[0] == adj.num_values
+        and weight.shape == (v.shape[1], edge.shape[1])
+        and q.shape[1] == v.shape[1]
+    )
 
 
 def additive_attention(

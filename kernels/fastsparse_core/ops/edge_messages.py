@@ -13,7 +13,7 @@ from fastsparse_core.log import warn_once
 from fastsparse_core.ops import _edge_messages_fused as formulas
 from fastsparse_core.ops._checks import check_edge_map, check_features, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import DTYPE_CODE
-from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.ops._eager import PLAIN, is_plain_eager
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.structure.adjacency import Adjacency
@@ -145,6 +145,9 @@ def gated_aggregate(
         tensor([[1.5000],
                 [0.0000]])
     """
+    is_whole = (edge_attr is None) == (gate_weight is None) == (value_weight is None)
+    if is_whole and _are_plain(adj, k, q, v, edge_attr, gate_weight, value_weight):
+        return formulas.gated_op(k, q, v, edge_attr, gate_weight, value_weight, adj, False)[0]
     check_structure(adj)
     if is_partitioned(adj):
         q, v = adj.sources(q, v)
@@ -220,22 +223,50 @@ def gated_edges(
 # ---------------------------------------------------------------- checks
 
 
-def _are_plain(adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor) -> bool:
-    """True if the CPU kernels can use the tensors of a call as they are, so that no check is needed."""
-    if not (is_plain_eager(q) and type(adj) is Adjacency and q.is_cpu and adj.col.is_cpu and q.dim() == 2):
+def _are_plain(
+    adj: Adjacency,
+    k: Tensor,
+    q: Tensor,
+    v: Tensor,
+    edge: Tensor | None,
+    gate_weight: Tensor | None = None,
+    value_weight: Tensor | None = None,
+) -> bool:
+    """True if the kernels can use the tensors of a call as they are, so that no other check is needed.
+
+    Args:
+        adj: structure.
+        k: rows of the destinations.
+        q: rows of the sources.
+        v: values of the sources.
+        edge: rows of the edges; with weights, raw features.
+        gate_weight: map of raw features.
+        value_weight: map of raw features to the values.
+    """
+    if not (is_plain_eager(q) and type(adj) is Adjacency and q.dim() == 2):
         return False
-    width, dtype = q.shape[1], q.dtype
-    for each, count in ((k, adj.num_dst), (q, adj.num_src), (v, adj.num_src), (edge, adj.num_values)):
+    width, dtype, device = q.shape[1], q.dtype, q.device
+    expected: Any = ((k, adj.num_dst, width), (q, adj.num_src, width), (v, adj.num_src, width))
+    if edge is not None:
+        if type(edge) not in PLAIN or edge.dim() != 2:
+            return False
+        features = edge.shape[1] if gate_weight is not None else width
+        expected += ((edge, adj.num_values, features),)
+        if gate_weight is not None:
+            if features > MOST_FEATURES:
+                return False
+            expected += ((gate_weight, width, features), (value_weight, width, features))
+    for each, num_rows, columns in expected:
         if (
-            type(each) is not Tensor
-            or each.shape != (count, width)
+            type(each) not in PLAIN
+            or each.shape != (num_rows, columns)
             or each.dtype is not dtype
-            or not each.is_cpu
+            or each.device != device
             or each.layout is not torch.strided
             or each.is_neg()
         ):
             return False
-    return dtype in DTYPE_CODE
+    return dtype in DTYPE_CODE and device == adj.col.device and adj.num_values < 2**32
 
 
 def _has_no_kernel(adj: Adjacency, features: int = 0) -> bool:
