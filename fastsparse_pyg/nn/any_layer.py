@@ -307,7 +307,7 @@ class AnyLayer(MessagePassing):
         if out is None and kernel_of(pattern, how):
             out = reduce_by_kernel(self, pattern, found, how)
             if out is None:
-                planned[self] = OTHER_FORM
+                planned.set(self, OTHER_FORM)
         names = self._names()
         if out is None:
             messages = self._computed("message", names.message, found, has_plan=not how)

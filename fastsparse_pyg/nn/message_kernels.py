@@ -304,7 +304,7 @@ def reduce_by_kernel(layer: Any, pattern: Pattern, found: Arguments, how: str) -
         value = _as_value(weight, rest, dim, num_dims, found.dst.num_edges)
         if value is None:  # not one per edge or head
             type(layer)._left[type(layer._modules.get("aggr_module"))] = True
-            planned[layer] = PER_FEATURE
+            planned.set(layer, PER_FEATURE)
             x_j = found[pattern.feature]
             x_j = x_j if pattern.shape is None else x_j.view(-1, *pattern.shape)
             messages = weight * x_j
