@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from simulated_graphs import simulate
 
@@ -356,6 +357,31 @@ def test_says_why_a_step_runs_as_it_is(simulated, fault):
     expected = {"schedules": "Call `scheduler.step()` after", "forms": "more than 32 different"}[fault]
     assert sum(expected in str(item.message) for item in warned) == 1
     assert warned[0].filename == __file__
+
+
+@pytest.mark.parametrize("by", ["all_reduce", "DDP"])
+def test_steps_that_exchange_data_run_as_they_are(simulated, by):
+    """A recording would call for data that the other processes do not send."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        task = Task("cpu")
+        calls = []
+        if by == "DDP":
+            task.model = torch.nn.parallel.DistributedDataParallel(task.model)
+
+        def step(x, y):
+            calls.append(1)
+            loss = task.step(x, y)
+            if by == "all_reduce":
+                dist.all_reduce(loss)
+            return loss
+
+        run = capture(step)
+        with pytest.warns(SlowPathWarning, match="it exchanges data with other processes"):
+            repeat(lambda: run(task.x, task.y), CALLS + 4)
+        assert len(calls) == CALLS + 4
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_cannot_be_recorded_runs_on(device):

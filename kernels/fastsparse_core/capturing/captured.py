@@ -309,6 +309,13 @@ class Captured:
         """Allocates the memory of a record, and checks that padding does not change the step's results."""
         if self.observed.schedules:
             raise Refused("it calls a learning rate scheduler. Call `scheduler.step()` after the step")
+        if self.observed.communicates:
+            raise Refused(
+                "it exchanges data with other processes, which may then wait forever, because recording runs "
+                "the step several times. Capture forward and backward pass of the model without "
+                "DistributedDataParallel, and call `all_reduce_gradients(model)` and `optimizer.step()` "
+                "after the captured step"
+            )
         if self._changes > _MOST_CHANGES:
             raise Refused(
                 "settings of its optimizer, learning rates that PyTorch reads on the CPU, or indices that "

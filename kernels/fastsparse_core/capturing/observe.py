@@ -10,12 +10,14 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsparse_core.capturing.constants import Origins, Persistent
 from fastsparse_core.capturing.masked_functions import Masks, is_mask
@@ -40,6 +42,7 @@ class Observed:
         masks: bool tensors that were used as indices.
         differentiates: whether the step called autograd.
         schedules: whether the step called a learning rate scheduler.
+        communicates: whether the step exchanged data with other processes.
         rounds: whether some operations ran in 16 bits without autocast.
         autocasts: whether some operations ran under autocast.
     """
@@ -55,7 +58,7 @@ class Observed:
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self.optimizers: list[Optimizer] = []
         self.masks = Masks()
-        self.differentiates = self.schedules = self.rounds = self.autocasts = False
+        self.differentiates = self.schedules = self.communicates = self.rounds = self.autocasts = False
         self._parameters: list[Tensor] | None = None
 
     def add_module(self, module: torch.nn.Module) -> None:
@@ -141,6 +144,8 @@ class Observed:
                 if tracker is not None:
                     stack.enter_context(self.callers.patched())
                     stack.enter_context(reading(watching))
+                if dist.is_available() and dist.is_initialized():
+                    stack.enter_context(_Communication(self))
                 stack.enter_context(watching)
                 yield
         finally:
@@ -149,6 +154,21 @@ class Observed:
             torch.nn.Module.train = train  # type: ignore[method-assign]
             for handle in handles:
                 handle.remove()
+
+
+class _Communication(TorchDispatchMode):
+    """Notices calls of `torch.distributed`, also those of DistributedDataParallel in a backward pass."""
+
+    is_harmless = True  # kernels run as usual
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__()
+        self._observed = observed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self._observed.communicates = True
+        return func(*args, **(kwargs or {}))
 
 
 class _Watching(TorchFunctionMode):
