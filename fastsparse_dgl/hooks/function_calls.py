@@ -50,7 +50,8 @@ def _planned(call: str, g: Any, mfunc: Any, rfunc: Any) -> dict[str, Tensor] | N
     """Computes the results of a call by a plan; None if DGL's code has to run."""
     is_passing, core = call == "update_all", dgl.core
     num_edges = g._graph.number_of_edges(0)
-    if num_edges < FEW_EDGES.get("cpu", 1) and not (is_passing and not core.is_builtin(rfunc)):
+    has_own_reduction = is_passing and not core.is_builtin(rfunc)
+    if not has_own_reduction and num_edges < FEW_EDGES.get(g.device.type, 1):
         tell(call, FEW)
         record(call, "DGL", FEW.cause)
         return None

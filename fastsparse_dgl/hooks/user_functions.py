@@ -27,7 +27,7 @@ from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.caching import adjacency_of_index
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.device_graph import DeviceIndex
-from fastsparse_dgl.hooks import function_calls, messages
+from fastsparse_dgl.hooks import messages
 
 #: Largest number of traces kept per function.
 _MOST_TRACES = 8
@@ -185,10 +185,7 @@ def results_by_plan(
     """
     core = dgl.core
     has_own_reduction = is_passing and not core.is_builtin(rfunc)
-    num_edges = g._graph.number_of_edges(0)
     device = g.device
-    if not has_own_reduction and num_edges < function_calls.FEW_EDGES.get(device.type, 0):
-        raise Untraceable(function_calls.FEW.cause)
     if has_own_reduction:
         _, destination = g._graph.metagraph.find_edge(0)
         frame = g._node_frames[destination]

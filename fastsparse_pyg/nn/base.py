@@ -522,6 +522,25 @@ def has_message_hook(state: dict[str, Any]) -> bool:
     return any(map(state.__getitem__, _MESSAGE_HOOKS))  # `map` is faster than a generator
 
 
+def is_plain_call(state: dict[str, Any]) -> bool:
+    """True if a layer has no hooks, instance methods or modes that PyG's `propagate` would handle.
+
+    Args:
+        state: the layer's ``__dict__``.
+    """
+    aggregation = state["_modules"]["aggr_module"]
+    return not (
+        state["_explain"]
+        or state["_decomposed_layers"] > 1
+        or "message" in state
+        or "aggregate" in state
+        or "update" in state
+        or aggregation._forward_hooks
+        or aggregation._forward_pre_hooks
+        or has_message_hook(state)
+    )
+
+
 #: True if a PyG Linear only applies weight and bias (no hooks, no subclass), so it can move across a sum.
 is_plain_linear = functools.partial(is_plain_linear_of, kind=Linear)
 

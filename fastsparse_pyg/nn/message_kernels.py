@@ -18,7 +18,7 @@ from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops.spmm import plain_spmm
 from fastsparse_pyg.caching import lookup
 from fastsparse_pyg.graph import edges_made_anew
-from fastsparse_pyg.nn.base import has_message_hook, known
+from fastsparse_pyg.nn.base import is_plain_call, known
 from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
 from fastsparse_pyg.nn.message_planner import PER_FEATURE, planned
@@ -247,25 +247,6 @@ class GatheredMessages(NamedTuple):
                 if out is not None:
                     return out
         return layer.aggregate(messages, index, None, num_nodes)
-
-
-def is_plain_call(state: dict[str, Any]) -> bool:
-    """True if a layer has no hooks, instance methods or modes that PyG's `propagate` would handle.
-
-    Args:
-        state: the layer's ``__dict__``.
-    """
-    aggregation = state["_modules"]["aggr_module"]
-    return not (
-        state["_explain"]
-        or state["_decomposed_layers"] > 1
-        or "message" in state
-        or "aggregate" in state
-        or "update" in state
-        or aggregation._forward_hooks
-        or aggregation._forward_pre_hooks
-        or has_message_hook(state)
-    )
 
 
 _is_tracing = torch._C._is_tracing

@@ -17,9 +17,8 @@ from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enable
 from fastsparse_core.ops._eager import PLAIN, is_plain_eager
 from fastsparse_pyg.caching import lookup
 from fastsparse_pyg.graph import edges_made_anew
-from fastsparse_pyg.nn.base import known
+from fastsparse_pyg.nn.base import is_plain_call, known
 from fastsparse_pyg.nn.layer_arguments import Arguments, KnownCall, Signature
-from fastsparse_pyg.nn.message_kernels import is_plain_call
 from fastsparse_pyg.nn.message_pattern import SCATTER, SOFTMAX, Pattern
 from fastsparse_pyg.nn.segments import is_softmax_of_messages
 
