@@ -270,10 +270,10 @@ def _zero_map(like: Tensor) -> Tensor:
     if zeros is not None and is_plain_eager(zeros):
         return zeros
     is_capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
-    if type(like) not in PLAIN or not is_plain_eager(like.detach()) or is_capturing:
+    is_plain = type(like) in PLAIN and is_plain_eager(like.detach())
+    # Stored zeros are never freed, because captured CUDA graphs may read them.
+    if is_capturing or not is_plain or len(_zero_maps) >= _MOST_ZERO_MAPS:
         return torch.zeros_like(like)
-    while len(_zero_maps) >= _MOST_ZERO_MAPS:
-        _zero_maps.pop(next(iter(_zero_maps)), None)
     with torch.inference_mode(False):
         zeros = _zero_maps[key] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
     return zeros
