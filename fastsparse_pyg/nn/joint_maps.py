@@ -14,7 +14,7 @@ from torch import nn
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense import Linear as PygLinear
 
-from fastsparse_core.ops._eager import is_plain_eager, is_plain_linear
+from fastsparse_core.ops._eager import PLAIN, is_plain_eager, is_plain_linear
 from fastsparse_pyg.nn.layer_arguments import Signature
 
 _LINEARS = (nn.Linear, PygLinear)
@@ -22,21 +22,11 @@ _CONSTANTS = (bool, int, float, str, type(None))
 #: Widths of the maps are multiples of this number, so that kernels read parts of the product without a copy:
 #: 16 bytes in 16-bit dtypes.
 _ALIGNED = 8
-#: Parts of the names of instructions that a body must not have: branches, objects other than its arguments,
-#: and effects besides its result.
-_FORBIDDEN = (
-    *(
-        "JUMP",
-        "GLOBAL",
-        "LOAD_NAME",
-        "DEREF",
-        "IMPORT",
-        "STORE_ATTR",
-        "STORE_SUBSCR",
-        "STORE_SLICE",
-        "DELETE",
-    ),
-    *("ITER", "YIELD", "RAISE", "WITH", "EXCEPT", "MAKE_FUNCTION", "AWAIT"),
+#: Beginnings of the names of instructions that a body may have: reading and setting local variables, and
+#: calls. Others could branch, compare, read other objects, or have effects besides the result.
+_ALLOWED = (
+    *("RESUME", "LOAD_FAST", "STORE_FAST", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_ATTR", "LOAD_METHOD"),
+    *("PUSH_NULL", "KW_NAMES", "PRECALL", "CALL", "POP_TOP", "RETURN", "CACHE", "NOP", "EXTENDED_ARG"),
 )
 
 
@@ -77,9 +67,8 @@ class JointMaps(NamedTuple):
         """
         if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
             return None
-        for step in dis.get_instructions(forward.__code__):
-            if any(part in step.opname for part in _FORBIDDEN):
-                return None
+        if not all(step.opname.startswith(_ALLOWED) for step in dis.get_instructions(forward.__code__)):
+            return None
         recorder, symbols = _Recorder(layer), {name: _Symbol() for name in passed}
         try:
             result = forward(recorder, **symbols)
@@ -102,6 +91,7 @@ class JointMaps(NamedTuple):
             or not inputs <= set(name_of)
             or sorted(of_maps.values()) != list(range(len(called)))
             or len({name for name, _, _ in called}) < len(called)
+            or any(hasattr(type(layer), name) for name, _, _ in called)
             # A method may write into other arguments, which PyTorch does not allow for parts of one tensor.
             or not set(of_maps) <= gathered
             or id(edges) not in name_of
@@ -134,18 +124,21 @@ class JointMaps(NamedTuple):
             module = children.get(name)
             if type(module) not in _LINEARS or name in state or not is_plain_linear(module, type(module)):
                 return None
-            weight, bias = module._parameters["weight"], module._parameters["bias"]
-            size = weight.shape[0]
-            if weight.dtype is not dtype or weight.shape[1:] != width or size % _ALIGNED:
+            parameters = module._parameters
+            weight, bias = parameters["weight"], parameters.get("bias", x)  # a parametrised bias is missing
+            if type(weight) not in PLAIN or weight.dtype is not dtype or weight.shape[1:] != width:
                 return None
             weights.append(weight)
-            sizes.append(size)
+            sizes.append(weight.shape[0])
+            if weight.shape[0] % _ALIGNED:
+                return None
             if bias is not None:
-                if bias.dtype is not dtype:
+                if bias is x or type(bias) not in PLAIN or bias.dtype is not dtype:
                     return None
                 biases.append(bias)
         if len(biases) not in (0, len(weights)):
             return None
+        # As `joint_linear` does, with fewer calls.
         joint = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
         outs = torch.split_with_sizes(joint, sizes, -1)
         given = dict(self.constants)
@@ -160,6 +153,9 @@ class _Symbol:
     """Stands for a tensor. It supports no operation."""
 
     __slots__ = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AttributeError(name)
 
 
 class _Recorder:

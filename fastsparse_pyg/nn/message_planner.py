@@ -20,7 +20,7 @@ from fastsparse_pyg.graph import edges_made_anew
 from fastsparse_pyg.nn.base import is_plain_call, known
 from fastsparse_pyg.nn.layer_arguments import Arguments, KnownCall, Signature
 from fastsparse_pyg.nn.message_pattern import SCATTER, SOFTMAX, Pattern
-from fastsparse_pyg.nn.segments import is_softmax_of_messages
+from fastsparse_pyg.nn.segments import is_softmax_of_messages, reduction_of
 
 
 class _Planned:
@@ -234,11 +234,16 @@ class PlannedCall(NamedTuple):
                 return None
             values[name] = value
         mixed = autocast_dtype(edge_index) if is_any_autocast_enabled() else None
+        methods, aggregation = type(layer), state["_modules"]["aggr_module"]
         if (
             mixed is not self.mixed
             or num_nodes > num_edges
             or not is_plain_call(state)
-            or type(layer).message is not self.message
+            or methods.message is not self.message
+            or methods.aggregate is not MessagePassing.aggregate
+            or methods.update is not MessagePassing.update
+            or reduction_of(aggregation) != self.how
+            or (self.how == "softmax" and not is_softmax_of_messages(aggregation))
             or not self.pattern.holds_for(layer)
             or not is_plain_eager(edge_index)
         ):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch_geometric import nn as pyg
 from torch_geometric.nn import MessagePassing
 
@@ -78,6 +79,19 @@ class Counting(Gated):
         return self.propagate(edge_index, a=self.a(x), b=self.b(x), v=self.v(x), edge_attr=edge_attr)
 
 
+class Comparing(Gated):
+    """Passes a number on that depends on the call."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None) -> Tensor:
+        has_edges = edge_attr is not None
+        return self.propagate(
+            edge_index, a=self.a(x), b=self.b(x), v=self.v(x), edge_attr=edge_attr, on=has_edges
+        )
+
+    def message(self, a_i: Tensor, b_j: Tensor, v_j: Tensor, edge_attr: Tensor | None, on: bool) -> Tensor:
+        return torch.sigmoid(a_i + b_j + on) * v_j
+
+
 class InPlace(Gated):
     """Writes into an argument that is not gathered."""
 
@@ -100,6 +114,10 @@ def without_bias(layer: Any) -> None:
 def narrow(layer: Any) -> None:
     for each in (layer.a, layer.b, layer.v, layer.of_edge):
         each.weight, each.bias = nn.Parameter(each.weight[:5]), nn.Parameter(each.bias[:5])
+
+
+def parametrised(layer: Any) -> None:
+    parametrize.register_parametrization(layer.b, "bias", nn.Tanh())
 
 
 def frozen(layer: Any) -> None:
@@ -162,6 +180,7 @@ def few_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (OfTwoTensors, False),
         (Counting, False),
         (InPlace, False),
+        (Comparing, False),
     ],
 )
 def test_which_bodies_are_joined(
@@ -174,14 +193,14 @@ def test_which_bodies_are_joined(
     inputs = drawn(device)
     for _ in range(5):  # the edges are new at first
         check(layer, fast, inputs)
-    if type(layer) in (Gated, Branching):
+    if type(layer) in (Gated, Branching, Comparing):
         check(layer, fast, inputs[:2])
     assert all(joined)
     assert bool(joined) == is_joined
     assert getattr(fast, "calls", 0) == getattr(layer, "calls", 0)
 
 
-@pytest.mark.parametrize("change", [hooked, replaced, without_bias, narrow, frozen])
+@pytest.mark.parametrize("change", [hooked, replaced, without_bias, narrow, parametrised, frozen])
 def test_maps_that_change(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     joined = noted(monkeypatch)
     layer = Gated().double()
@@ -213,6 +232,19 @@ def test_calls_by_name_under_autocast_and_of_other_dtypes(monkeypatch: pytest.Mo
             each(x.double(), edge_index, edge_attr)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             each(x[:, 1:], edge_index, edge_attr)
+
+
+def test_lazy_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = noted(monkeypatch)
+    layer = Gated(lambda _, width, bias: pyg.Linear(-1, width, bias=bias))
+    fast = copy.deepcopy(layer)
+    accelerate(fast, show=False)
+    inputs = drawn("cpu", torch.float32)
+    fast(*inputs)
+    layer(*inputs)
+    layer.load_state_dict(fast.state_dict())
+    check(layer, fast, inputs, 1e-5)
+    assert joined == [False, True]
 
 
 def test_second_derivatives() -> None:

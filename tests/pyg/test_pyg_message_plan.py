@@ -690,6 +690,40 @@ def test_known_calls_skip_the_search_until_something_changes(
                 each(edge_index, narrow)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    "aggregations",
+    [
+        (lambda: gnn.aggr.VarAggregation(), lambda: gnn.aggr.VarAggregation(semi_grad=True)),
+        (lambda: gnn.aggr.SoftmaxAggregation(), lambda: gnn.aggr.SoftmaxAggregation(t=0.5)),
+    ],
+    ids=["var", "softmax"],
+)
+def test_known_calls_heed_the_options_of_an_aggregation(aggregations: Any, first: int):
+    """What one layer of a class may do does not hold for the next one."""
+    layers = [make(map_of_both) for _ in range(2)]
+    layers[1][1].__class__ = type(layers[0][1])
+    edge_index, inputs = problem()
+    for pair, which in zip(layers, (first, 1 - first), strict=True):
+        for each in pair:
+            each.aggr_module = aggregations[which]()
+        for _ in range(2):
+            check(*pair, edge_index, inputs)
+
+
+@pytest.mark.parametrize("method", ["aggregate", "update"])
+def test_known_calls_heed_methods_that_a_class_gets(method: str, monkeypatch: pytest.MonkeyPatch):
+    layer, fast = make(map_of_both)
+    edge_index, inputs = problem()
+    check(layer, fast, edge_index, inputs)
+    own = getattr(MessagePassing, method)
+    # PyG's code is generated when a layer is made, and calls the method by name.
+    monkeypatch.setattr(type(fast), method, lambda self, *args, **kwargs: 2 * own(self, *args, **kwargs))
+    once = layer(edge_index, inputs)
+    for _ in range(2):
+        torch.testing.assert_close(fast(edge_index, inputs), 2 * once)
+
+
 def attribute_reshaped(self, x_i, x_j):
     return torch.tanh(self.both(torch.cat([x_i, x_j], -1)).unsqueeze(-1) + self.bias).flatten(1)
 

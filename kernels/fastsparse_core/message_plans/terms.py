@@ -78,7 +78,7 @@ def weighted(found: Edges, weight: Tensor | None, x: Tensor, heads: int, how: st
     x, weight = _alike(x, None if weight is None else weight.reshape(-1, heads))
     with without_autocast(x):
         out = spmm(_adjacency(found), x.flatten(1), weight, how)  # type: ignore[arg-type]  # one of PRODUCTS
-    return out.reshape(-1, *x.shape[1:])
+    return out if x.dim() == 2 else out.reshape(-1, *x.shape[1:])
 
 
 def linear_of_reduced(found: Edges, x: Tensor, weight: Tensor, bias: Tensor | None, how: str) -> Tensor:
@@ -166,7 +166,7 @@ def by_attention_layer(
         ]
         out = attention_layer(ADDITIVE, adj, rows, (), vectors, None, heads=heads, scale=slope, dropout_p=p)
         if out is not None:
-            return out.reshape(-1, *v.shape[1:])
+            return out if v.dim() == 2 else out.reshape(-1, *v.shape[1:])
     of_ends = (scores(x_dst, att_dst), scores(x_src, att_src))
     return by_additive_attention(found, *of_ends, None, v, slope, p, heads)
 
@@ -206,11 +206,16 @@ def by_attention(
     heads: int,
 ) -> Tensor:
     """Dot-product attention; mapped edge features are added to keys and values."""
-    of_edges: dict[str, Any] = {"edge_attr": edge, "edge_weight": weight}
     bias = None if bias is None else bias.reshape(-1, heads)
     adj, q, k, rows = _adjacency(found), q.flatten(1), k.flatten(1), v.flatten(1)
-    out = attention(adj, q, k, rows, scale, bias, p, heads=heads, **of_edges)
-    return out.reshape(-1, *v.shape[1:])
+    context: Any = _AS_IT_IS
+    if is_any_autocast_enabled() and autocast_dtype(q) is q.dtype is k.dtype is v.dtype:
+        # Autocast would cast nothing else, and without it, `attention` takes less time on the host.
+        edge, weight = _cast(q.dtype, edge, weight)
+        context = without_autocast(q)
+    with context:
+        out = attention(adj, q, k, rows, scale, bias, p, heads=heads, edge_attr=edge, edge_weight=weight)
+    return out if v.dim() == 2 else out.reshape(-1, *v.shape[1:])
 
 
 def by_gatv2_attention(
@@ -228,7 +233,7 @@ def by_gatv2_attention(
     of_edges: dict[str, Any] = {"edge_attr": edge, "edge_weight": weight}
     rows = (dst.flatten(1), src.flatten(1))
     out = gatv2_attention(_adjacency(found), *rows, att.reshape(heads, -1), slope, p, **of_edges)
-    return out.reshape(-1, *src.shape[1:])
+    return out if src.dim() == 2 else out.reshape(-1, *src.shape[1:])
 
 
 def by_gated_aggregate(
@@ -243,12 +248,12 @@ def by_gated_aggregate(
     """Gated sum; one of the two maps of the edge features may be missing."""
     k = _zeros(found.dst, v, v.size(1)) if k is None else k
     q = _zeros(found.src, v, v.size(1)) if q is None else q
-    if edge is not None:
-        gate_weight = _zero_map(value_weight) if gate_weight is None else gate_weight  # type: ignore[arg-type]
-        value_weight = _zero_map(gate_weight) if value_weight is None else value_weight
     if is_any_autocast_enabled():
         k, q, v = _alike(k, q, v)
         edge, gate_weight, value_weight = _cast(v.dtype, edge, gate_weight, value_weight)
+    if edge is not None:
+        gate_weight = _zero_map(value_weight) if gate_weight is None else gate_weight  # type: ignore[arg-type]
+        value_weight = _zero_map(gate_weight) if value_weight is None else value_weight
     maps = {"gate_weight": gate_weight, "value_weight": value_weight}
     return gated_aggregate(found.special["adj"], k, q, v, edge_attr=edge, **maps)
 
@@ -265,10 +270,10 @@ def _zero_map(like: Tensor) -> Tensor:
     if zeros is not None and is_plain_eager(zeros):
         return zeros
     is_capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
-    if type(like) not in PLAIN or not is_plain_eager(like.detach()) or is_capturing:
+    is_plain = type(like) in PLAIN and is_plain_eager(like.detach())
+    # Stored zeros are never freed, because captured CUDA graphs may read them.
+    if is_capturing or not is_plain or len(_zero_maps) >= _MOST_ZERO_MAPS:
         return torch.zeros_like(like)
-    while len(_zero_maps) >= _MOST_ZERO_MAPS:
-        _zero_maps.pop(next(iter(_zero_maps)), None)
     with torch.inference_mode(False):
         zeros = _zero_maps[key] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
     return zeros
