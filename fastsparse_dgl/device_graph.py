@@ -40,7 +40,7 @@ _MARK = "_fastsparse_device"
 #: Name of the attribute of output arrays with a pair: the tensor on the host, and its target on the device.
 _TARGET = "_fastsparse_target"
 
-#: Types of devices whose graphs have a DeviceIndex. It is empty if nothing is enabled, or if DGL itself
+#: Types of devices whose graphs have a DeviceIndex. Empty while `enable()` is not active, and if DGL itself
 #: supports the GPU.
 device_types: tuple[str, ...] = ()
 

@@ -172,8 +172,8 @@ def _warn_original(reason: NotStored) -> None:
     if isinstance(reason, NothingToStore):
         return
     cure = (
-        "A kernel makes the batches if the graphs have the same kinds of data and are in a list: "
-        "GraphDataLoader([dataset[i] for i in range(len(dataset))])"
+        "A kernel makes the batches if batch_size is a number, there is no collate_fn, and the graphs have "
+        "the same kinds of data and are in a list: GraphDataLoader([dataset[i] for i in range(len(dataset))])"
     )
     record("GraphDataLoader", "DGL", str(reason), cure)
     message = (

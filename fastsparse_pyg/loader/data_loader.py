@@ -184,8 +184,8 @@ def _warn_original(reason: NotStored) -> None:
     if isinstance(reason, NothingToStore):
         return
     cure = (
-        "A kernel makes the batches if the graphs have the same attributes and are in a list, or in an "
-        "InMemoryDataset without transform"
+        "A kernel makes the batches if batch_size is a number, collate_fn is unchanged, and the graphs have "
+        "the same attributes and are in a list, or in an InMemoryDataset without transform"
     )
     record("DataLoader", "PyG", str(reason), cure)
     message = "fastsparse_pyg.DataLoader: PyG's DataLoader makes the batches, graph by graph, because"

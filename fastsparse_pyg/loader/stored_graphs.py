@@ -450,7 +450,7 @@ class StoredGraphs:
             elif _is_plain(value):
                 dim = data.__cat_dim__(name, value, store) % value.dim()
                 if bool((pointer.diff() < 0).any()) or pointer[0] < 0 or pointer[-1] > value.size(dim):
-                    raise NotStored("its slices do not ascend")
+                    raise NotStored("its slices do not ascend, or are not within its rows")
                 added, shape = _standard_added(data, store, name, counts)
                 collator = self._rows(value, dim, self.store.add_pointer(pointer), added, shape)
             else:

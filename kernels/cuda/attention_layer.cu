@@ -166,7 +166,7 @@ struct Layer {
     std::int64_t numbers;
   };
 
-  // Largest number of rows of partial sums of the scores' gradients.
+  // Largest number of blocks of the kernel for the scores' gradients. Each block writes its own partial sums.
   std::int64_t score_blocks() const { return args.num_parts; }
 
   Backward backward_workspace() const {

@@ -54,8 +54,8 @@ def for_cpp(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
     Sums, maxima and attention call operators of the library at :func:`cpp_library`. Other operators become
     PyTorch's operators, as in :func:`decompose`. On CUDA, attention with edge features, with dot products, in
     float64, or with heads wider than 256 also becomes PyTorch's operators. The program builds the structure
-    of its edges once per call. If the edges are a buffer of the model, the structure becomes a constant of
-    the program, and the sizes of the program's other inputs are fixed.
+    of its edges once per call. If the edges are a buffer of the model and the number of nodes is not dynamic,
+    the structure becomes a constant of the program.
 
     Args:
         program: result of ``torch.export.export`` for a model in evaluation mode.

@@ -1,7 +1,7 @@
 """Modules that are imported when a script first uses them.
 
-``fastsparse run`` imports FastSparse into every script. Importing features that few scripts use would take a
-third of the time of this import.
+``fastsparse run`` imports FastSparse into every script. If that import also loaded the modules that few
+scripts use, they would take a third of its time.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ class Captured:
             self._on_trial(lambda: made.run(self.step, self.observed, self._defers), call)
         except Refused:
             raise
-        except Exception as error:  # the step may raise any error in another form
+        except Exception as error:  # on copied or padded arguments, the step may raise any error
             raise Refused(reason_of(error)) from error
         form.records.insert(0, made)
         return made

@@ -482,8 +482,9 @@ def _partial_results(
     total = sum(lengths)
     if total == 0:
         return _NO_PARTS, None
-    # `_edge_rows` gives zeros if some values have no entry, because kernels also read the parts of such
-    # values. Every array begins at a multiple of 16 bytes.
+    # `_edge_rows` returns zeros if some edge values have no entry in the structure. No kernel writes partial
+    # sums for these values, but the kernel that adds partial sums reads them. Every array begins at a
+    # multiple of 16 bytes.
     workspace = _edge_rows(adj, total + 4 * len(lengths), like=grad, dtype=dtype)
     at, starts = workspace.data_ptr(), []
     for length in lengths:

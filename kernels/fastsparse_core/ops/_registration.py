@@ -32,7 +32,7 @@ from fastsparse_core.structure.adjacency import Adjacency, from_handle
 #: plain integer. Kernels and formulas also accept the Adjacency itself, which eager calls pass.
 library = torch.library.Library("fastsparse", "DEF")
 Structure: TypeAlias = Adjacency | int
-#: Registered operators by name, for formulas that need an operator whose module imports their own module.
+#: Registered operators by name. A formula looks up an operator here if importing it would be circular.
 OPERATORS: dict[str, Operator] = {}
 
 #: Annotation in a kernel's signature -> type in the schema. Sizes and handles may be symbols of a trace.

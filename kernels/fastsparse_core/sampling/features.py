@@ -252,10 +252,10 @@ class _KeptRows:
 
 
 class _SharedRows:
-    """Rows of a table that is shared by the processes of a machine. All processes must create it together.
+    """Rows of one copy of a table that the processes of a machine share. Construction is collective.
 
     Args:
-        table: the table, on the CPU.
+        table: the whole table, on the CPU, equal in all processes.
         device: device of the returned rows.
     """
 

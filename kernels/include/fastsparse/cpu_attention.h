@@ -398,8 +398,9 @@ FASTSPARSE_INLINE Gather score_rows(const AttentionCsrArgs& args, const Block& b
   return rows_of(edges.rows.data(), edges.row_width, first, block.count);
 }
 
-// Scores of one head between the row `left` and the gathered rows of `right` of a block: a destination and
-// its sources or, in the transposed structure and without edge features, a source and its destinations.
+// Scores of one head between the row `left` and the rows of `right` that a block gathers. In the pass over
+// rows, `left` is a destination and the gathered rows are its sources. In the pass over columns, which calls
+// this only without edge features, `left` is a source and the gathered rows are its destinations.
 template <typename A>
 FASTSPARSE_INLINE void block_scores(const AttentionCsrArgs& args, const CsrView& a, const Block& block,
                                     std::int64_t head, const A* left, const DenseView& right,
