@@ -368,7 +368,7 @@ def test_batches_on_the_gpu(name):
 
 @pytest.mark.gpu
 def test_graphs_that_do_not_fit(monkeypatch, reasons):
-    monkeypatch.setattr("fastsparse_core.graph_store._SHARE_OF_FREE", 0.0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     with enabled():
         dataset = labelled(float)
         loader = GraphDataLoader(dataset, batch_size=4, device="cuda")

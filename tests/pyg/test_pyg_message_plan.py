@@ -412,7 +412,7 @@ GENERATED = "one generated kernel"
 GENERATING = (
     *(softmax_of_features, edge_mlp, mlp_of_difference, map_of_pyg, map_of_both, slices_of_map),
     *(maps_twice, gine_with_both, gen, filtered, coordinates, embedded_distance, concatenated_with_norm),
-    *(chunks, gated_with_edges, gated_values_with_edges),
+    *(chunks, gated_with_edges, gated_values_with_edges, softmax_per_feature),
 )
 #: Messages whose second derivatives exist everywhere.
 SMOOTH = (
