@@ -200,7 +200,9 @@ def test_which_bodies_are_joined(
     assert getattr(fast, "calls", 0) == getattr(layer, "calls", 0)
 
 
-@pytest.mark.parametrize("change", [hooked, replaced, without_bias, narrow, parametrised, frozen])
+@pytest.mark.parametrize(
+    "change", [hooked, replaced, without_bias, narrow, parametrised, frozen], ids=lambda each: each.__name__
+)
 def test_maps_that_change(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     joined = noted(monkeypatch)
     layer = Gated().double()

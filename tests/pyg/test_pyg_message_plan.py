@@ -664,7 +664,9 @@ def turned(fast: Any) -> None:
     fast.flow = "target_to_source"
 
 
-@pytest.mark.parametrize("change", [None, hooked, replaced, of_mean, turned], ids=str)
+@pytest.mark.parametrize(
+    "change", [None, hooked, replaced, of_mean, turned], ids=lambda each: getattr(each, "__name__", "none")
+)
 def test_known_calls_skip_the_search_until_something_changes(
     change: Callable[[Any], None] | None, monkeypatch: pytest.MonkeyPatch
 ):
