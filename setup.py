@@ -287,7 +287,7 @@ def find_cuda(env: Mapping[str, str]) -> Cuda | str:
         return "FASTSPARSE_CUDA_ARCHS=none"
     nvcc = find_nvcc(env, site_dirs())
     if nvcc is None:
-        return f"no nvcc in CUDA_HOME, PATH, pip packages or {SYSTEM_TOOLKIT}"
+        return f"no nvcc in CUDA_HOME, CUDA_PATH, PATH, pip packages or {SYSTEM_TOOLKIT}"
 
     # nvcc may be a wrapper or a link, so a dry run has to find its headers and libraries.
     with tempfile.TemporaryDirectory() as folder:

@@ -41,7 +41,9 @@ HOOKED_LINEAR = Reason("a linear layer that was replaced or has hooks", "")
 TRACED_BY_JIT = Reason("torch.jit.trace", "")
 DECOMPOSED = Reason("decomposed_layers > 1", "Use decomposed_layers=1")
 COMPILED = Reason("torch.compile", NOT_COMPILED)
-COMPILED_MESSAGES = Reason("torch.compile with stored messages", NOT_COMPILED)
+COMPILED_MESSAGES = Reason(
+    "torch.compile with pre_layers > 1, or with pre_nns that were replaced or have hooks", NOT_COMPILED
+)
 SPARSE_MATRIX = Reason("a sparse matrix", PLAIN_EDGES)
 EDGE_FEATURES_BESIDE = Reason("a sparse matrix together with edge features", PLAIN_EDGES)
 EDGE_FEATURES_WITHIN = Reason("a sparse matrix that carries edge features", PLAIN_EDGES)

@@ -321,8 +321,9 @@ class StoredGraphs:
         Args:
             tensor: the values of all graphs.
             dim: dimension along which they are concatenated.
-            pointer: number of the pointer with the first row of every graph.
-            added: numbers of the pointers that are added to the values; None: nothing is added.
+            pointer: index, in the store, of the pointer with the first row of every graph.
+            added: indices, in the store, of the pointers whose first rows are added to the values; None:
+                nothing is added.
             shape: shape of the increment of one graph.
         """
         if added is None:

@@ -217,7 +217,10 @@ class FastPNAConv(FastConv, PNAConv):
             if edge_index.dense_dim() > 0 if is_tensor else edge_index.storage.value() is not None:
                 return fallback.EDGE_FEATURES_WITHIN
             if stores:
-                return Reason("a sparse matrix with stored messages", fallback.PLAIN_EDGES)
+                return Reason(
+                    "a sparse matrix with pre_layers > 1, or with pre_nns that were replaced or have hooks",
+                    fallback.PLAIN_EDGES,
+                )
         return super()._reason(x_src, x_dst, edge_index) or why_no_kernel(self, names)
 
 

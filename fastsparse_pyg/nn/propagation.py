@@ -51,7 +51,6 @@ class Propagation(NamedTuple):
         """Values of the whole matrix, including the scales, in the order of ``caller_edges(adj)``.
 
         Args:
-            adj: structure.
             dtype: dtype of the result if ``value`` is None.
         """
         adj = self.adj

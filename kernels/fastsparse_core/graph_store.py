@@ -71,15 +71,16 @@ ADDS = {torch.int64: FieldKind.ADD_INT64, torch.int32: FieldKind.ADD_INT32}
 class Field:
     """A tensor of the dataset, and the way to compute the tensor of a batch from this tensor.
 
-    A pointer is a tensor with the first row of every graph, then the number of rows. The store numbers its
-    pointers.
+    A pointer is a tensor with the first row of every graph, then the number of rows. Fields refer to
+    pointers by their index in the store.
 
     Attributes:
         tensor: rows of all graphs, concatenated along ``dim``, contiguous; None: nothing is read.
-        rows: number of the pointer to the rows of each graph.
+        rows: index of the pointer to the rows of each graph.
         kind: the way to compute the rows of a batch.
-        added: for indices: number of the pointer whose first row in the batch is added to the indices. The
-            second entry applies to the second index of the dimension before ``dim``, such as destinations.
+        added: if the values are indices: index of the pointer whose first row in the batch is added to the
+            values. The second entry applies to the second index of the dimension before ``dim``, such as
+            destinations.
         dim: dimension of the rows.
         dtype: dtype of the tensor.
         more_rows: number of rows that the result has in addition to the graphs' rows.
@@ -105,7 +106,7 @@ class Field:
 
     @property
     def sized_by(self) -> int:
-        """Number of the pointer that determines the number of rows of the result."""
+        """Index of the pointer that determines the number of rows of the result."""
         return 0 if self.kind is FieldKind.FIRST else self.rows
 
     def arguments(self) -> tuple[Tensor | None, int, int, int, int, int, int, int]:
@@ -200,13 +201,13 @@ class GraphStore:
         self.pointers = [torch.arange(num_graphs + 1, device="cpu")]
 
     def add_counts(self, counts: Sequence[int] | Tensor) -> int:
-        """Adds the pointer for the number of rows of every graph, (num_graphs,); returns its number."""
+        """Adds the pointer for the number of rows of every graph, (num_graphs,); returns its index."""
         pointer = torch.zeros(self.num_graphs + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(torch.as_tensor(counts, dtype=torch.int64, device="cpu"), 0, out=pointer[1:])
         return self.add_pointer(pointer)
 
     def add_pointer(self, pointer: Tensor) -> int:
-        """Adds a pointer, int64 (num_graphs + 1,) on the CPU; returns its number or that of an equal one."""
+        """Adds a pointer, int64 (num_graphs + 1,) on the CPU; returns its index or that of an equal one."""
         for nth, known in enumerate(self.pointers):
             if torch.equal(known, pointer):
                 return nth
@@ -344,8 +345,8 @@ class StoredEdges:
         store: store of the graphs.
         edge_index: field of the edges, (2, number of edges): sources and destinations, numbered within their
             graph.
-        sources: number of the source nodes' pointer.
-        destinations: number of the destination nodes' pointer.
+        sources: index of the source nodes' pointer.
+        destinations: index of the destination nodes' pointer.
     """
 
     def __init__(self, store: GraphStore, edge_index: Field, sources: int, destinations: int) -> None:
@@ -512,9 +513,9 @@ def _cut(whole: Adjacency, chosen: Chosen, edges: int, rows: int, columns: int) 
     Args:
         whole: the structure.
         chosen: the graphs.
-        edges: number of the entries' pointer.
-        rows: number of the rows' pointer.
-        columns: number of the columns' pointer.
+        edges: index of the entries' pointer.
+        rows: index of the rows' pointer.
+        columns: index of the columns' pointer.
 
     Returns:
         Name -> tensor. Row pointers, columns, positions and slices start from 0 in each graph.
@@ -548,9 +549,9 @@ class _RowsOfGraphs:
 
     Args:
         store: store of the graphs.
-        edges: number of the entries' pointer.
-        rows: number of the rows' pointer.
-        columns: number of the columns' pointer.
+        edges: index of the entries' pointer.
+        rows: index of the rows' pointer.
+        columns: index of the columns' pointer.
         parts: results of `_cut` for consecutive graphs.
     """
 

@@ -48,10 +48,10 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 
-#: Name of an attribute of the classes that `any_layer` makes. Its value is the class that is replaced.
+#: Classes that `any_layer` makes store the class that they replace in an attribute with this name.
 REPLACED = "_original"
 
-#: Name of an attribute of swapped layers whose class was a subclass of the original. Its value is this class.
+#: A layer whose class was a subclass of the original stores this subclass in an attribute with this name.
 _SUBCLASS = "_replaced_class"
 
 

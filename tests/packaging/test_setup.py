@@ -102,7 +102,7 @@ def test_find_nvcc(setup_py, tmp_path, monkeypatch):
 def test_find_cuda_gives_the_reason_why_not(setup_py, tmp_path, monkeypatch):
     monkeypatch.setattr(setup_py, "site_dirs", list)
     assert setup_py.find_cuda({"FASTSPARSE_CUDA_ARCHS": "none"}) == "FASTSPARSE_CUDA_ARCHS=none"
-    assert setup_py.find_cuda({"PATH": ""}).startswith("no nvcc in CUDA_HOME, PATH, pip packages")
+    assert setup_py.find_cuda({"PATH": ""}).startswith("no nvcc in CUDA_HOME, CUDA_PATH, PATH, pip packages")
     broken = fake_nvcc(tmp_path / "broken")
     assert setup_py.find_cuda({"CUDA_HOME": str(tmp_path / "broken")}) == f"{broken} does not run"
     bare = fake_nvcc(tmp_path / "bare", f"echo '#$ TOP={tmp_path}/bare/bin/..'")

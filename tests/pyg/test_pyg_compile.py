@@ -564,7 +564,7 @@ CALLS = {
     "cached=True under torch.compile, with an empty cache": (FastGCNConv(6, 4, cached=True), {}),
     "without num_edges": (FastHypergraphConv(6, 4), {}),
     "sizes that depend on the edges": (FastMFConv(6, 4), {}),
-    "stored messages": (
+    "pre_layers > 1": (
         FastPNAConv(6, 8, ["mean"], ["identity"], torch.tensor([0, 3, 5]), pre_layers=2),
         {},
     ),

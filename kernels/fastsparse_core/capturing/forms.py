@@ -35,7 +35,9 @@ class Call:
         self.names = tuple(kwargs)
         padded = [argument.sizes for argument in self.arguments if argument.sizes is not None]
         if len(padded) > 1:
-            raise Refused("it takes several batches, but capture supports only one. Join them to one batch")
+            raise Refused(
+                "it takes several batches, but capture supports only one. Combine them into one batch"
+            )
         self.sizes: Sizes | None = padded[0] if padded else None
         #: The part that is the same for all calls of one form.
         self.key: Hashable = (self.names, *(argument.key for argument in self.arguments))

@@ -258,7 +258,7 @@ def _probe(
             _check_code(value.__func__, guards, functions)
             guards[name] = value.__func__
         elif not isinstance(value, _PLAIN) and not _is_torch_function(value):
-            raise Untraceable(f"reads self.{name}")
+            raise Untraceable(f"reads self.{name} ({type(value).__name__})")
         else:
             guards[name] = value
         return value

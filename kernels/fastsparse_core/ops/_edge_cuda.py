@@ -298,8 +298,8 @@ def _c(text: str) -> str:
 def _reduction(value: str, how: str, k: int) -> tuple[list[str], tuple[list[str], ...], list[str]]:
     """Lines of C++ before, in and after the loop over edges.
 
-    There are four lists of lines for the loop: they compute the value of a feature, compute its gradients,
-    follow both, and precede both.
+    The lines in the loop are four lists. The first two are for the inner loop over a lane's features: values,
+    then gradients. The third list follows this inner loop, and the fourth precedes it.
     """
     value, inf = _c(value), "__int_as_float(0x7f800000)"
     if how == "none":

@@ -85,7 +85,7 @@ def _gine_aggregate(
 def _gine_gradients(
     adj: Adjacency,
     grad: Tensor,
-    edge: Tensor | None,  # raw features; rows per edge are not needed here
+    edge: Tensor | None,  # raw features; None without a map, because gradients do not need rows per edge
     weight: Tensor | None,
     kept: Tensor,
     num_src: int,  # this and the other sizes are for the fake kernel, which has no structure

@@ -88,7 +88,8 @@ def gine_aggregate(
             )
         if eps.requires_grad:
             raise ValueError(
-                "eps: expected a constant, got a tensor that requires a gradient; add the term to the result"
+                "eps: expected a constant, got a tensor that requires a gradient; pass eps=None, and add "
+                "(1 + eps) * x to the result"
             )
     if edge_weight is not None and edge_attr.size(1) > MOST_FEATURES:
         bias = None if edge_bias is None else edge_bias.to(x.dtype)

@@ -113,7 +113,8 @@ class Draw:
         for number, relation in enumerate(self._graph.relations):
             rows = end[relation.dst]
             per_row = relation.most_entries if self._is_induced() else relation.most_slots(self._hop)
-            is_at_end = first[relation.dst].place == rows.place  # the last hop added no nodes of this type
+            # True if the previous hop added no nodes of this type.
+            is_at_end = first[relation.dst].place == rows.place
             if rows.most and per_row and (self._is_induced() or not is_at_end):
                 slots[number] = rows.most * per_row
         return slots

@@ -129,7 +129,7 @@ class Nodes:
         ids: ids of the nodes in the graph, int64 (number of nodes,).
         seed_of: for disjoint sampling, the number of the seed of every node's subgraph, int32 (number of
             nodes,); otherwise None.
-        begin: position of the first node that the last hop added.
+        begin: position of the first node that the latest hop added.
         counts: number of nodes that every hop added, starting with the seeds.
     """
 

@@ -37,7 +37,7 @@ struct GraphField {
   std::int64_t row_bytes;  // bytes of a row, for one index of the dimensions before it
   std::int64_t from_rows;
   std::int64_t to_rows;
-  int rows;      // number of the pointer to which the rows belong
+  int rows;      // index of the pointer to which the rows belong
   int added[2];  // pointers whose `first` is added, for index 0 and 1 of the dimension before the rows
   GraphFieldKind kind;
 };
