@@ -40,10 +40,11 @@ def adjacency_from_graph(graph: GraphLike, device: torch.device) -> Adjacency:
         device: device of the result.
 
     Raises:
-        DGLError: the graph has several edge types, or ``device`` is neither a CPU nor a CUDA device.
+        DGLError: the graph has several edge types, or ``device`` is neither the graph's nor one that graphs
+            are copied to (CPU and CUDA).
     """
     graph.get_etype_id(None)
-    if device.type not in ("cpu", "cuda"):
+    if device != graph.device and device.type not in ("cpu", "cuda"):
         raise other_device(device, graph.device)
     return adjacency_from_index(graph._graph, device)
 

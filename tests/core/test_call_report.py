@@ -27,7 +27,8 @@ def test_calls_are_counted_by_line_and_kernel():
     assert (first["call"], first["calls"]) == ("scatter", 3)
 
 
-def test_calls_inside_of_a_call_are_listed_and_not_counted():
+def test_calls_inside_of_a_call_are_listed_and_not_counted(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
     for _ in range(2):
         with call_report.inside("GATConv"):
             call_report.record("softmax", "segments")
