@@ -234,8 +234,8 @@ struct Layer {
       add(0, workspace.sums, args.att_rows, width, width, Dtype::kFloat32, args.grad_vectors[0],
           Dtype::kFloat32);
     }
-    if (!is(AttentionScore::kAdditive)) {  // additive attention sums this together with the gradients of the
-                                           // vectors
+    // For additive attention, `additive_backward` computes grad_bias together with the vectors' gradients.
+    if (!is(AttentionScore::kAdditive)) {
       add(1, args.grad.data, args.num_nodes, width, args.grad.stride, args.dtype, args.grad_bias,
           args.grad_bias_dtype);
     }

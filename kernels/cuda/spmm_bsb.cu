@@ -64,7 +64,8 @@ struct Block {
   Acc<T> value[kOwned];
 };
 
-// Computes sum[r] += features (2r, 2r + 1 of every lane) x rows, for 16-bit elements.
+// Adds features x weights of a block to `sum`, for 16-bit elements. sum[r] has the features 2r and 2r + 1 of
+// every lane, for the 8 rows of the window.
 template <typename T, int kFeatures, Weight kWeight>
 __device__ __forceinline__ void multiply(float (&sum)[kFeatures / 2][4], const Block<T, kFeatures>& block,
                                          int g) {

@@ -163,7 +163,10 @@ class Answers:
         what: str,
         job: Callable[[], Any],
         sources: tuple[Tensor, ...],
-        otherwise: str = "is not reached in every call, or not in the same order. Branch outside of the step",
+        otherwise: str = (
+            "is not reached in every call, or not in the same order. Move the Python branch or loop that "
+            "decides this out of the step"
+        ),
     ) -> Any:
         """The value that the first run read at this point; tensors in it are copied.
 

@@ -1,6 +1,7 @@
 """Aggregation and linear maps of a layer in one node of autograd's graph, to save host time.
 
-GCN, GraphSAGE, GraphConv, GIN and RGCN on small graphs use it: docs/dev/decisions/one_node.md.
+GCN, GraphSAGE, GraphConv and GIN use it. RGCN uses it if nodes times relations are few
+(docs/dev/decisions/one_node.md).
 """
 
 from __future__ import annotations

@@ -164,7 +164,9 @@ class Function(NamedTuple):
             if not isinstance(layer, nn.Module):
                 raise Untraceable("is a method of an object that is not a module")
         if not isinstance(function, types.FunctionType):
-            raise Untraceable("is not a Python function")
+            raise Untraceable(
+                f"an object of type {type(function).__name__} was passed, not a Python function"
+            )
         is_method, captured = layer is not None, dict[str, Any]()
         code = function.__code__
         if code.co_argcount != 1 + is_method or code.co_kwonlyargcount or code.co_flags & 0x0C:

@@ -23,7 +23,7 @@ class Facts(NamedTuple):
         num_vectors: number of vectors in the blocks.
         has_sddmm_structure: whether the work list of sddmm on blocks was built.
         has_transpose: whether the transpose was built.
-        is_padded: whether the structure has space for more entries.
+        is_padded: as in `Adjacency`.
         deterministic: whether PyTorch is set to use deterministic algorithms.
         capturing: whether a CUDA graph is being captured.
     """

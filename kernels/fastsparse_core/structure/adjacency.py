@@ -84,7 +84,8 @@ class Adjacency(Storage):
 
     #: True for one rank's part of a graph (:class:`fastsparse_core.distributed.PartitionedAdjacency`).
     is_partitioned: ClassVar[bool] = False
-    #: True if replays of a CUDA graph rebuild the structure for other edges (``FreshAdjacency``).
+    #: True if the edges change between uses: replays of a CUDA graph rebuild the structure for other edges
+    #: (``FreshAdjacency``), and compiled code builds it whenever it runs (``TracedAdjacency``).
     is_padded: ClassVar[bool] = False
 
     def __init__(

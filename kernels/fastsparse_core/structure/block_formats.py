@@ -244,7 +244,8 @@ class BlockFormats(Degrees):
             scale_src: floating (num_src,), a factor for every source.
         """
         kept = self._built.results.get("vector_scale")
-        # Inference tensors have no version, and cannot be written outside inference mode either.
+        # Inference tensors have no version counter. PyTorch allows in-place writes to them only in inference
+        # mode, and such writes are not detected here.
         version = 0 if scale_src.is_inference() else scale_src._version
         if kept is not None and kept[0]() is scale_src and kept[1] == version:
             return kept[2]
