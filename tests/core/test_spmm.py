@@ -445,6 +445,18 @@ def test_factors_live_until_the_launch(monkeypatch):
     assert alive == [True, True]
 
 
+def test_factors_follow_edits_in_place(monkeypatch):
+    """Inference tensors have no version counter."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    adj = ragged(400, "cpu")
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            scale = torch.rand(adj.num_src)
+            for factor in (1.0, 3.0):
+                scale.mul_(factor)
+                assert torch.equal(adj.vector_scale(scale), scale[adj.bsb.col.long()])
+
+
 @each_kernel(*ALGORITHMS)
 def test_bitwise_reproducible(device, algorithm):
     edges = random_graph(50, 60, 20_000)

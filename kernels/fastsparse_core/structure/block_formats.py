@@ -244,14 +244,13 @@ class BlockFormats(Degrees):
             scale_src: floating (num_src,), a factor for every source.
         """
         kept = self._built.results.get("vector_scale")
-        # Inference tensors have no version counter. PyTorch allows in-place writes to them only in inference
-        # mode, and such writes are not detected here.
-        version = 0 if scale_src.is_inference() else scale_src._version
-        if kept is not None and kept[0]() is scale_src and kept[1] == version:
+        # Inference tensors have no version counter, so changes of their content would not be noticed.
+        version = None if scale_src.is_inference() else scale_src._version
+        if kept is not None and version is not None and kept[0]() is scale_src and kept[1] == version:
             return kept[2]
         with torch.inference_mode(False):
             result = scale_src.float()[self.bsb.col.long()]
-        if torch.cuda.is_current_stream_capturing():
-            return result  # not cached: the memory belongs to the CUDA graph, whose replays write it
-        self._built.results["vector_scale"] = (weakref.ref(scale_src), version, result)
+        # Memory of a captured CUDA graph is written by replays.
+        if version is not None and not torch.cuda.is_current_stream_capturing():
+            self._built.results["vector_scale"] = (weakref.ref(scale_src), version, result)
         return result
