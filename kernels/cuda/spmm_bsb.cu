@@ -93,7 +93,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kFeatures / 2][4], const B
 }
 
 // Does the same as `multiply`, for float32. kTerms = 1: TF32. kTerms = 2: x is the sum of two TF32 numbers,
-// exact to 2^-24 of x, and values are split in the same way. The product of the two second terms is left out,
+// exact to 2^-23 of x, and values are split in the same way. The product of the two second terms is left out,
 // because it is below 2^-22 of the result.
 template <int kFeatures, Weight kWeight, int kTerms>
 __device__ __forceinline__ void multiply_float(float (&sum)[kFeatures / 2][4],

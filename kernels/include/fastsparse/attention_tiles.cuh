@@ -166,8 +166,8 @@ __device__ __forceinline__ std::uint32_t pack_pair(float low, float high) {
   }
 }
 
-// Splits v into v rounded to TF32, and the rest, which is rounded to TF32 with an error below 2^-24 of v. If
-// v is NaN: with one term, the conversion instruction keeps NaN; with two terms, the rest is NaN.
+// Splits v into v rounded to TF32, and the rest, which is rounded to TF32 with an error of at most 2^-23 of
+// v. If v is NaN: with one term, the conversion instruction keeps NaN; with two terms, the rest is NaN.
 template <int kTerms>
 __device__ __forceinline__ void split_tf32(float v, std::uint32_t& high, std::uint32_t& low) {
   if constexpr (kTerms > 1) {
