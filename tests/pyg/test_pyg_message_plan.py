@@ -536,6 +536,39 @@ def test_messages(message: Message, aggr: str, device: str):
         assert (GENERATED in {gain for gains in gains_of(fast) for gain in gains}) == (message in GENERATING)
 
 
+def transposed(x: Tensor) -> Tensor:
+    return x.movedim(0, -1).contiguous().movedim(-1, 0)
+
+
+def in_columns(x: Tensor) -> Tensor:
+    return torch.stack([x.cos(), x], -1)[..., 1]
+
+
+def behind_one_number(x: Tensor) -> Tensor:
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", [transposed, in_columns, behind_one_number])
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
+def test_memory_layouts(message: Message, layout: Callable[[Tensor], Tensor], device: str):
+    layer, fast = make(message, "sum", device)
+
+    def in_layout(module: nn.Module) -> Callable[..., Any]:
+        own = module.forward
+        laid = lambda x: layout(x) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
+        return lambda edges, given: own(edges, {name: laid(each) for name, each in given.items()})
+
+    for each in (layer, fast):
+        each.forward = in_layout(each)
+    edge_index, inputs = problem(device)
+    edge_index[:, :NODES] = torch.arange(NODES)  # rows of nodes without edges would be copied
+    if message is keyword_defaults:
+        inputs |= {"w": None, "scale": 2.0}
+    for _ in range(2):
+        check(layer, fast, edge_index, inputs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("aggr", ["sum", "max"])
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
