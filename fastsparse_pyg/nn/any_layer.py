@@ -18,7 +18,7 @@ from fastsparse_core.log import info_once
 from fastsparse_core.message_plans.ends import EdgeEnd
 from fastsparse_core.message_plans.plan import OWN, PER_EDGE
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
-from fastsparse_core.ops._eager import is_plain_eager, why_watched
+from fastsparse_core.ops._eager import has_plain_call, is_plain_eager, why_watched
 from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import is_new, logger, lookup
 from fastsparse_pyg.fallback import FEW_EDGES, FEW_EDGES_ON_GPU
@@ -334,8 +334,8 @@ class AnyLayer(MessagePassing):
         if self._kernel_reduce() or self._has_own_aggregate():
             return None
         module = self._modules["aggr_module"]
-        if module is not None and (module._forward_hooks or module._forward_pre_hooks):
-            return Reason("a hook on the aggregation", "")
+        if module is not None and not has_plain_call(module):
+            return fallback.HOOKED_AGGREGATION
         return Reason(f"aggr={self.aggr!r} has no kernel", "Use aggr='sum' or 'mean' or 'max' or 'min'")
 
     def _has_own_aggregate(self) -> bool:

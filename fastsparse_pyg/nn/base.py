@@ -23,7 +23,7 @@ from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_plain_eager, may_be_one_node, why_watched
+from fastsparse_core.ops._eager import has_plain_call, is_plain_eager, may_be_one_node, why_watched
 from fastsparse_core.ops._eager import is_plain_linear as is_plain_linear_of
 from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.tiling import NeighbourSum
@@ -232,8 +232,8 @@ class FastConv(MessagePassing):
         if type(aggregation) not in self._aggregations:
             names = " or ".join(repr(REDUCE[each]) for each in self._aggregations)
             return Reason(f"aggr={self.aggr!r} has no kernel", f"Use aggr={names}")
-        if aggregation._forward_hooks or aggregation._forward_pre_hooks:
-            return Reason("a hook on the aggregation", "")
+        if not has_plain_call(aggregation):
+            return fallback.HOOKED_AGGREGATION
         if state["_decomposed_layers"] > 1:
             return fallback.DECOMPOSED
         if x_src.dtype not in _FLOAT_DTYPES:
@@ -535,8 +535,7 @@ def is_plain_call(state: dict[str, Any]) -> bool:
         or "message" in state
         or "aggregate" in state
         or "update" in state
-        or aggregation._forward_hooks
-        or aggregation._forward_pre_hooks
+        or not has_plain_call(aggregation)
         or has_message_hook(state)
     )
 

@@ -23,6 +23,7 @@ from fastsparse_core.fused.attention_on_cuda import (
 )
 from fastsparse_core.fused.head_scores import product_in_parts
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
+from fastsparse_core.ops._attention_launch import contiguous_and_aligned
 from fastsparse_core.ops._autocast import (
     CAST,
     autocast_dtype,
@@ -41,7 +42,6 @@ from fastsparse_core.ops._eager import (
     is_plain_linear,
     is_wrapped,
 )
-from fastsparse_core.ops._attention_launch import contiguous_and_aligned
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._kept_results import unfused_gradients
 from fastsparse_core.ops._registration import FusedOperator, fits_one_operator
