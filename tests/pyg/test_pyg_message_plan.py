@@ -7,6 +7,7 @@ import copy
 import inspect
 import math
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -681,12 +682,79 @@ def test_layers_of_one_class_and_several_shapes():
     assert gains_of(layers[0][1]) == 4 * [(PER_NODE,)]
 
 
+def one_map(layer: Any) -> None:
+    layer.mlp = nn.Linear(2 * ALL + EDGE_WIDTH, 7).double()
+
+
+def other_names(layer: Any) -> None:
+    layer.mlp = nn.Sequential(OrderedDict(zip(("first", "middle", "last"), layer.mlp, strict=True)))
+
+
+def other_order(layer: Any) -> None:
+    layer.mlp = nn.Sequential(OrderedDict({name: layer.mlp[int(name)] for name in "021"}))
+
+
+def no_module(layer: Any) -> None:
+    del layer.mlp
+    layer.mlp = torch.cos
+
+
+def other_widths(layer: Any) -> None:
+    layer.kinds, layer.others = layer.others, layer.kinds
+
+
+def kinds_and_others(self, x_j, kind):
+    return self.both(torch.cat([self.kinds(kind), self.others(kind), x_j], -1))
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("change", [one_map, other_names, other_order, no_module, other_widths])
+def test_layers_of_one_class_with_other_modules(change: Callable[[Any], None], is_first: bool):
+    pairs = [make(kinds_and_others if change is other_widths else edge_mlp) for _ in range(2)]
+    pairs[1][1].__class__ = type(pairs[0][1])
+    for pair in pairs:
+        for each in pair:
+            torch.manual_seed(3)
+            each.kinds, each.others = nn.Embedding(4, 5).double(), nn.Embedding(4, ALL - 5).double()
+    for each in pairs[is_first]:
+        torch.manual_seed(4)
+        change(each)
+    edge_index, inputs = problem()
+    for _ in range(3):
+        for pair in pairs:
+            check(*pair, edge_index, inputs)
+    for each in pairs[not is_first]:
+        torch.manual_seed(4)
+        change(each)
+    check(*pairs[not is_first], edge_index, inputs)
+
+
+def test_parameters_of_another_dtype():
+    layer, fast = make(gat_one_head)
+    edge_index, inputs = problem()
+    inputs = {name: item.float() if isinstance(item, Tensor) else item for name, item in inputs.items()}
+    for dtype in (torch.float32, torch.float64):
+        for each in (layer, fast):
+            each.att_wide = nn.Parameter(each.att_wide.detach().to(dtype))
+        for _ in range(2):
+            torch.testing.assert_close(fast(edge_index, inputs), layer(edge_index, inputs))
+
+
 def hooked(fast: Any) -> None:
     fast.register_message_forward_hook(lambda module, args, out: 2 * out)
 
 
 def replaced(fast: Any) -> None:
     fast.message = lambda x_i, x_j, index: x_j - x_i
+
+
+def hooked_backward(fast: Any) -> None:
+    fast.aggr_module.register_full_backward_pre_hook(lambda module, grads: (2 * grads[0],))
+
+
+def reduced_otherwise(fast: Any) -> None:
+    own = fast.aggr_module.forward
+    fast.aggr_module.forward = lambda *args, **kwargs: own(*args, **kwargs).cos()
 
 
 def of_mean(fast: Any) -> None:
@@ -697,7 +765,9 @@ def turned(fast: Any) -> None:
     fast.flow = "target_to_source"
 
 
-@pytest.mark.parametrize("change", [None, hooked, replaced, of_mean, turned], ids=str)
+@pytest.mark.parametrize(
+    "change", [None, hooked, hooked_backward, reduced_otherwise, replaced, of_mean, turned]
+)
 def test_known_calls_skip_the_search_until_something_changes(
     change: Callable[[Any], None] | None, monkeypatch: pytest.MonkeyPatch
 ):
@@ -710,7 +780,8 @@ def test_known_calls_skip_the_search_until_something_changes(
     search = AnyLayer._collect_lazily
     monkeypatch.setattr(AnyLayer, "_collect_lazily", lambda *args: searched.append(1) or search(*args))
     check(layer, fast, edge_index, inputs)
-    assert bool(searched) == (change in (replaced, of_mean))  # with a hook, PyG's code runs
+    # With a message hook, PyG's code runs.
+    assert bool(searched) == (change in (hooked_backward, reduced_otherwise, replaced, of_mean))
     edge_index[0, :9] = edge_index[0, 9:18]  # edited in place, and a tensor that was not seen before
     check(layer, fast, edge_index, inputs)
     check(layer, fast, edge_index.flip(0), inputs)
