@@ -90,7 +90,7 @@ class AnyLayer(MessagePassing):
     _served: ClassVar[dict[Any, Copies | list[PlannedCall] | Literal[False]]]
     #: Aggregation and names of arguments -> the steps for few edges; None: PyG's `propagate` runs.
     _gathered: ClassVar[dict[Any, GatheredMessages | None]]
-    #: Number of arguments of `forward` by position, and names of the others -> linear maps to join, or None.
+    #: `forward`, its number of arguments by position, names of the others -> linear maps to join, or None.
     _joint: ClassVar[dict[Any, JointMaps | None]]
     #: Aggregation -> whether PyG's code handles few edges on a GPU, because it takes less time on the host
     #: than the plan. None: no single kernel computes the layer, and its plan is not known yet.
@@ -514,7 +514,7 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_joint": {},
             # After explain mode, PyG assigns this attribute to `propagate`.
             "_jinja_propagate": AnyLayer.propagate,
-            "forward": _with_edge_list(original.forward),
+            "forward": _with_edge_list(original),
         }
         metaclass: Any = type(original)
         made = metaclass(f"Accelerated{original.__name__}", (AnyLayer, original), namespace)
@@ -526,24 +526,26 @@ def _new(original: type[MessagePassing], *args: Any) -> Any:
     return copyreg.__newobj__(accelerated_class(original), *args)  # type: ignore[attr-defined]
 
 
-def _with_edge_list(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_edge_list(original: type[MessagePassing]) -> Callable[..., Any]:
     """Wraps `forward` to replace an Adjacency by its edges, because PyG's layers do not support it.
 
     For few edges on a GPU, linear maps of one tensor are joined (:class:`JointMaps`).
     """
 
-    @functools.wraps(forward)
+    @functools.wraps(original.forward)
     def with_edge_list(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = original.forward  # read in every call, because users replace methods of classes, too
         for item in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(item, Adjacency):
                 args = tuple(_edge_list(each, self.flow) for each in args)
                 kwargs = {name: _edge_list(each, self.flow) for name, each in kwargs.items()}
                 break
         if not (_is_dynamo_compiling() or _is_tracing()):
-            maps = self._joint.get((len(args), *kwargs), _UNKNOWN)
+            maps = self._joint.get((forward, len(args), *kwargs), _UNKNOWN)
             if maps is _UNKNOWN:
                 passed = passed_names(forward, len(args), tuple(kwargs))
-                maps = self._joint[(len(args), *kwargs)] = JointMaps.of(self, forward, passed, self._names())
+                maps = JointMaps.of(self, forward, passed, self._names())
+                self._joint[(forward, len(args), *kwargs)] = maps
             if maps is not None:
                 given = dict(zip(maps.parameters, (*args, *kwargs.values()), strict=True))
                 if are_few_on_gpu(given[maps.edge_index], _TIMES_FEW):

@@ -522,12 +522,13 @@ def has_message_hook(state: dict[str, Any]) -> bool:
     return any(map(state.__getitem__, _MESSAGE_HOOKS))  # `map` is faster than a generator
 
 
-def is_plain_call(state: dict[str, Any]) -> bool:
-    """True if a layer has no hooks, instance methods or modes that PyG's `propagate` would handle.
+def is_plain_call(layer: MessagePassing) -> bool:
+    """True if a layer has no hooks or modes, and no `aggregate` or `update` of its own.
 
-    Args:
-        state: the layer's ``__dict__``.
+    PyG's `propagate` would handle them. Classes are also checked in every call, because users replace methods
+    of classes, too. `message` may be the method of the layer's class, but not of the layer.
     """
+    state, methods = layer.__dict__, type(layer)
     aggregation = state["_modules"]["aggr_module"]
     return not (
         state["_explain"]
@@ -535,6 +536,8 @@ def is_plain_call(state: dict[str, Any]) -> bool:
         or "message" in state
         or "aggregate" in state
         or "update" in state
+        or methods.aggregate is not MessagePassing.aggregate
+        or methods.update is not MessagePassing.update
         or not has_plain_call(aggregation)
         or has_message_hook(state)
     )

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense import Linear as PygLinear
 
 from fastsparse_core.message_plans.plan import INDICES, OWN, PER_EDGE, NoPlan, Plan, Planner, by_plan
@@ -145,14 +144,10 @@ class PlannedCall(NamedTuple):
             are_few: whether there are so few edges that launch overhead decides the time.
         """
         plan, graph = planned.get(layer), pattern.graph
-        if not how or graph is None or not isinstance(plan, Plan) or not is_plain_call(vars(layer)):
+        if not how or graph is None or not isinstance(plan, Plan) or not is_plain_call(layer):
             return None
         read = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
-        if (
-            type(layer).update is not MessagePassing.update
-            or any(name not in read for name, _, _ in names.lifted)
-            or found.dst.num_nodes != found.src.num_nodes
-        ):
+        if any(name not in read for name, _, _ in names.lifted) or found.dst.num_nodes != found.src.num_nodes:
             return None
         base = {name: base for name, base, _ in names.lifted}
         tensors: dict[str, tuple[str, torch.dtype, torch.Size]] = {}
@@ -234,14 +229,12 @@ class PlannedCall(NamedTuple):
                 return None
             values[name] = value
         mixed = autocast_dtype(edge_index) if is_any_autocast_enabled() else None
-        methods, aggregation = type(layer), state["_modules"]["aggr_module"]
+        aggregation = state["_modules"]["aggr_module"]
         if (
             mixed is not self.mixed
             or num_nodes > num_edges
-            or not is_plain_call(state)
-            or methods.message is not self.message
-            or methods.aggregate is not MessagePassing.aggregate
-            or methods.update is not MessagePassing.update
+            or not is_plain_call(layer)
+            or type(layer).message is not self.message
             or reduction_of(aggregation) != self.how
             or (self.how == "softmax" and not is_softmax_of_messages(aggregation))
             or not self.pattern.holds_for(layer)

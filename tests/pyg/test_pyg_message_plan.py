@@ -815,16 +815,36 @@ def test_known_calls_heed_the_options_of_an_aggregation(aggregations: Any, first
             check(*pair, edge_index, inputs)
 
 
-@pytest.mark.parametrize("method", ["aggregate", "update"])
-def test_known_calls_heed_methods_that_a_class_gets(method: str, monkeypatch: pytest.MonkeyPatch):
-    layer, fast = make(map_of_both)
-    edge_index, inputs = problem()
-    check(layer, fast, edge_index, inputs)
-    own = getattr(MessagePassing, method)
-    # PyG's code is generated when a layer is made, and calls the method by name.
-    monkeypatch.setattr(type(fast), method, lambda self, *args, **kwargs: 2 * own(self, *args, **kwargs))
+def squared(self, x_j):
+    return x_j * x_j
+
+
+@pytest.mark.parametrize("is_original", [False, True])
+@pytest.mark.parametrize("edges", [100, EDGES])
+@pytest.mark.parametrize("method", ["message", "aggregate", "update", "forward"])
+@pytest.mark.parametrize("message", [copies, squared, map_of_sources])
+def test_known_calls_heed_methods_that_a_class_gets(
+    message: Message, method: str, edges: int, is_original: bool, monkeypatch: pytest.MonkeyPatch
+):
+    layer, fast = make(message)
+    edge_index, inputs = problem(edges=edges)
+    for _ in range(3):
+        check(layer, fast, edge_index, inputs)
     once = layer(edge_index, inputs)
-    for _ in range(2):
+    changed = type(layer) if is_original else type(fast)
+    own = getattr(changed, method)
+
+    def twice(self, x_j):
+        return 2 * x_j
+
+    def double(self, *args, **kwargs):
+        return 2 * own(self, *args, **kwargs)
+
+    # PyG's code is generated when a layer is made, and calls the method by name.
+    monkeypatch.setattr(changed, method, twice if method == "message" else double)
+    if method == "message":
+        once = make(copies)[0](edge_index, inputs)
+    for _ in range(3):
         torch.testing.assert_close(fast(edge_index, inputs), 2 * once)
 
 
