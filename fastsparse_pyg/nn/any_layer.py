@@ -16,7 +16,7 @@ from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
 from fastsparse_core.log import info_once
 from fastsparse_core.message_plans.ends import EdgeEnd
-from fastsparse_core.message_plans.plan import OWN, PER_EDGE
+from fastsparse_core.message_plans.plan import OWN, PER_EDGE, Plan
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import has_plain_call, is_plain_eager, why_watched
 from fastsparse_pyg import fallback
@@ -153,10 +153,10 @@ class AnyLayer(MessagePassing):
                 copies = Copies.of(self, pattern, how, self._names(), kwargs)
                 if copies is not None:
                     self._served.setdefault(kind, copies)
-                out = self._propagate_lazily(found, pattern, how, count is not None)
+                out, plan = self._propagate_lazily(found, pattern, how, count is not None)
                 if out is not FEW:
-                    if kind is not None and size is None:
-                        self._serve(kind, pattern, how, found, count is not None)
+                    if kind is not None and size is None and plan is not None:
+                        self._serve(kind, pattern, plan, how, found, count is not None)
                     return out
                 reason = _FEW_ON_GPU
             else:
@@ -291,18 +291,21 @@ class AnyLayer(MessagePassing):
 
     # ---------------------------------------------------------------- messages
 
-    def _propagate_lazily(self, found: Arguments, pattern: Pattern, how: str, are_few: bool = False) -> Any:
-        out = None
+    def _propagate_lazily(
+        self, found: Arguments, pattern: Pattern, how: str, are_few: bool = False
+    ) -> tuple[Any, Plan | None]:
+        """Returns the result, and the plan that computed it; (`FEW`, None) if PyG's code has to run."""
+        out = plan = None
         if not how and self._has_own_aggregate():
             both = self._joint_pattern(found)
-            out = reduce_by_plan(self, both, found, OWN, are_few)
+            out, plan = reduce_by_plan(self, both, found, OWN, are_few)
         if out is None:
-            out = reduce_by_plan(self, pattern, found, how, are_few)
+            out, plan = reduce_by_plan(self, pattern, found, how, are_few)
         if are_few:
             aggregation = type(self._modules.get("aggr_module"))
             if out is FEW or (out is None and self._left.get(aggregation) is None):
                 self._left[aggregation] = True
-                return FEW
+                return FEW, None
             self._left[aggregation] = False
         if out is None and kernel_of(pattern, how):
             out = reduce_by_kernel(self, pattern, found, how)
@@ -312,12 +315,12 @@ class AnyLayer(MessagePassing):
         if out is None:
             messages = self._computed("message", names.message, found, has_plan=not how)
             out = self._reduced(messages, found, how)
-        return self.update(out, **{name: found[name] for name in names.update})
+        return self.update(out, **{name: found[name] for name in names.update}), plan
 
     def _computed(self, method: str, names: tuple[str, ...], found: Arguments, has_plan: bool = True) -> Any:
         """Computes a method's result per edge: by a plan, by its traced computation, or by the method."""
         pattern = self._pattern(method, found)
-        out = reduce_by_plan(self, pattern, found, PER_EDGE) if has_plan else None
+        out = reduce_by_plan(self, pattern, found, PER_EDGE)[0] if has_plan else None
         if out is not None:
             return out
         if pattern.kind == "any" and pattern.compute is not None:
@@ -378,12 +381,14 @@ class AnyLayer(MessagePassing):
         known.append(find())
         return known[-1]
 
-    def _serve(self, kind: Any, pattern: Pattern, how: str, found: Arguments, are_few: bool) -> None:
+    def _serve(
+        self, kind: Any, pattern: Pattern, plan: Plan, how: str, found: Arguments, are_few: bool
+    ) -> None:
         """Stores the fast path for calls like the one that has just been computed, if there is one."""
         served = self._served.get(kind) or []
         if type(served) is not list or len(served) == _MOST_PATTERNS:
             return
-        call = PlannedCall.of(self, pattern, how, self._names(), found, are_few)
+        call = PlannedCall.of(self, pattern, plan, how, self._names(), found, are_few)
         if call is not None and not any(each[1:] == call[1:] for each in served):
             self._served[kind] = [*served, call]
 

@@ -815,6 +815,46 @@ def test_known_calls_heed_the_options_of_an_aggregation(aggregations: Any, first
             check(*pair, edge_index, inputs)
 
 
+class AnyNodeDim(MessagePassing):
+    """Nodes are in the second to last dimension."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum", node_dim=-2)
+        self.lin = nn.Linear(2 * ALL, 6)
+
+    def forward(self, x: Tensor, edge_index: Tensor, w: Tensor | None = None) -> Tensor:
+        return self.propagate(edge_index, x=x, w=w)
+
+    def message(self, x_i: Tensor, x_j: Tensor, w: Tensor | None) -> Tensor:
+        out = self.lin(torch.cat([x_i, x_j], -1)).relu()
+        return out if w is None else out * w.unsqueeze(-1)
+
+
+def test_calls_without_a_plan_after_one_with_a_plan():
+    layer = AnyNodeDim().double()
+    fast = copy.deepcopy(layer)
+    accelerate(fast, show=False)
+    edge_index, inputs = problem(nodes=40)
+    for x in (inputs["x"], torch.randn(50, 40, ALL).double(), torch.randn(40, 40, ALL).double()):
+        for _ in range(3):
+            torch.testing.assert_close(fast(x, edge_index), layer(x, edge_index))
+    for w in (inputs["w"], torch.tensor(2.0).double()):
+        for _ in range(3):
+            torch.testing.assert_close(fast(inputs["x"], edge_index, w), layer(inputs["x"], edge_index, w))
+
+
+@pytest.mark.parametrize("first", [1.0, 0.5])
+def test_softmax_aggregations_after_sums(first: float):
+    layer, fast = make(map_of_both)
+    edge_index, inputs = problem()
+    check(layer, fast, edge_index, inputs)
+    for t in (first, 1.5 - first):
+        for each in (layer, fast):
+            each.aggr_module = gnn.aggr.SoftmaxAggregation(t=t)
+        for _ in range(2):
+            check(layer, fast, edge_index, inputs)
+
+
 def squared(self, x_j):
     return x_j * x_j
 
