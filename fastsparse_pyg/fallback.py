@@ -37,6 +37,7 @@ NOT_COMPILED = "Keep this layer out of torch.compile, for instance with `torch.c
 
 EXPLAIN_MODE = Reason("explain mode", "")
 MESSAGE_HOOK = Reason("a hook on message passing", "")
+HOOKED_AGGREGATION = Reason("an aggregation with a hook or a replaced forward()", "")
 HOOKED_LINEAR = Reason("a linear layer that was replaced or has hooks", "")
 TRACED_BY_JIT = Reason("torch.jit.trace", "")
 DECOMPOSED = Reason("decomposed_layers > 1", "Use decomposed_layers=1")

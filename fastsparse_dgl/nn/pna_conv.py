@@ -11,7 +11,7 @@ from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.principal_aggregation import Scaled, joined_maps, scaled_aggregation
 from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE
-from fastsparse_core.ops._eager import is_plain_linear
+from fastsparse_core.ops._eager import has_plain_call, is_plain_linear
 from fastsparse_core.ops.multi_aggregate import AGGREGATIONS
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.fallback import run
@@ -167,12 +167,6 @@ def why_no_kernel(layer: Any) -> Reason | None:
         cure = f"Use {', '.join(_SCALERS)}"
         return Reason(f"scalers={list(first.scalers)} are not supported", cure)
     for tower in layer.towers:
-        if (
-            not is_plain_linear(tower.M)
-            or not is_plain_linear(tower.U)
-            or tower._forward_hooks
-            or tower._forward_pre_hooks
-            or tower._backward_hooks
-        ):
+        if not is_plain_linear(tower.M) or not is_plain_linear(tower.U) or not has_plain_call(tower):
             return Reason("a tower has hooks or replaced linear layers", "")
     return None

@@ -16,9 +16,9 @@ from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
 from fastsparse_core.log import info_once
 from fastsparse_core.message_plans.ends import EdgeEnd
-from fastsparse_core.message_plans.plan import OWN, PER_EDGE
+from fastsparse_core.message_plans.plan import OWN, PER_EDGE, Plan
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
-from fastsparse_core.ops._eager import is_plain_eager, why_watched
+from fastsparse_core.ops._eager import has_plain_call, is_plain_eager, why_watched
 from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import is_new, logger, lookup
 from fastsparse_pyg.fallback import FEW_EDGES, FEW_EDGES_ON_GPU
@@ -90,7 +90,7 @@ class AnyLayer(MessagePassing):
     _served: ClassVar[dict[Any, Copies | list[PlannedCall] | Literal[False]]]
     #: Aggregation and names of arguments -> the steps for few edges; None: PyG's `propagate` runs.
     _gathered: ClassVar[dict[Any, GatheredMessages | None]]
-    #: Number of arguments of `forward` by position, and names of the others -> linear maps to join, or None.
+    #: `forward`, its number of arguments by position, names of the others -> linear maps to join, or None.
     _joint: ClassVar[dict[Any, JointMaps | None]]
     #: Aggregation -> whether PyG's code handles few edges on a GPU, because it takes less time on the host
     #: than the plan. None: no single kernel computes the layer, and its plan is not known yet.
@@ -153,10 +153,10 @@ class AnyLayer(MessagePassing):
                 copies = Copies.of(self, pattern, how, self._names(), kwargs)
                 if copies is not None:
                     self._served.setdefault(kind, copies)
-                out = self._propagate_lazily(found, pattern, how, count is not None)
+                out, plan = self._propagate_lazily(found, pattern, how, count is not None)
                 if out is not FEW:
-                    if kind is not None and size is None:
-                        self._serve(kind, pattern, how, found, count is not None)
+                    if kind is not None and size is None and plan is not None:
+                        self._serve(kind, pattern, plan, how, found, count is not None)
                     return out
                 reason = _FEW_ON_GPU
             else:
@@ -291,18 +291,21 @@ class AnyLayer(MessagePassing):
 
     # ---------------------------------------------------------------- messages
 
-    def _propagate_lazily(self, found: Arguments, pattern: Pattern, how: str, are_few: bool = False) -> Any:
-        out = None
+    def _propagate_lazily(
+        self, found: Arguments, pattern: Pattern, how: str, are_few: bool = False
+    ) -> tuple[Any, Plan | None]:
+        """Returns the result, and the plan that computed it; (`FEW`, None) if PyG's code has to run."""
+        out = plan = None
         if not how and self._has_own_aggregate():
             both = self._joint_pattern(found)
-            out = reduce_by_plan(self, both, found, OWN, are_few)
+            out, plan = reduce_by_plan(self, both, found, OWN, are_few)
         if out is None:
-            out = reduce_by_plan(self, pattern, found, how, are_few)
+            out, plan = reduce_by_plan(self, pattern, found, how, are_few)
         if are_few:
             aggregation = type(self._modules.get("aggr_module"))
             if out is FEW or (out is None and self._left.get(aggregation) is None):
                 self._left[aggregation] = True
-                return FEW
+                return FEW, None
             self._left[aggregation] = False
         if out is None and kernel_of(pattern, how):
             out = reduce_by_kernel(self, pattern, found, how)
@@ -312,12 +315,12 @@ class AnyLayer(MessagePassing):
         if out is None:
             messages = self._computed("message", names.message, found, has_plan=not how)
             out = self._reduced(messages, found, how)
-        return self.update(out, **{name: found[name] for name in names.update})
+        return self.update(out, **{name: found[name] for name in names.update}), plan
 
     def _computed(self, method: str, names: tuple[str, ...], found: Arguments, has_plan: bool = True) -> Any:
         """Computes a method's result per edge: by a plan, by its traced computation, or by the method."""
         pattern = self._pattern(method, found)
-        out = reduce_by_plan(self, pattern, found, PER_EDGE) if has_plan else None
+        out = reduce_by_plan(self, pattern, found, PER_EDGE)[0] if has_plan else None
         if out is not None:
             return out
         if pattern.kind == "any" and pattern.compute is not None:
@@ -334,8 +337,8 @@ class AnyLayer(MessagePassing):
         if self._kernel_reduce() or self._has_own_aggregate():
             return None
         module = self._modules["aggr_module"]
-        if module is not None and (module._forward_hooks or module._forward_pre_hooks):
-            return Reason("a hook on the aggregation", "")
+        if module is not None and not has_plain_call(module):
+            return fallback.HOOKED_AGGREGATION
         return Reason(f"aggr={self.aggr!r} has no kernel", "Use aggr='sum' or 'mean' or 'max' or 'min'")
 
     def _has_own_aggregate(self) -> bool:
@@ -378,12 +381,14 @@ class AnyLayer(MessagePassing):
         known.append(find())
         return known[-1]
 
-    def _serve(self, kind: Any, pattern: Pattern, how: str, found: Arguments, are_few: bool) -> None:
+    def _serve(
+        self, kind: Any, pattern: Pattern, plan: Plan, how: str, found: Arguments, are_few: bool
+    ) -> None:
         """Stores the fast path for calls like the one that has just been computed, if there is one."""
         served = self._served.get(kind) or []
         if type(served) is not list or len(served) == _MOST_PATTERNS:
             return
-        call = PlannedCall.of(self, pattern, how, self._names(), found, are_few)
+        call = PlannedCall.of(self, pattern, plan, how, self._names(), found, are_few)
         if call is not None and not any(each[1:] == call[1:] for each in served):
             self._served[kind] = [*served, call]
 
@@ -514,7 +519,7 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_joint": {},
             # After explain mode, PyG assigns this attribute to `propagate`.
             "_jinja_propagate": AnyLayer.propagate,
-            "forward": _with_edge_list(original.forward),
+            "forward": _with_edge_list(original),
         }
         metaclass: Any = type(original)
         made = metaclass(f"Accelerated{original.__name__}", (AnyLayer, original), namespace)
@@ -526,24 +531,26 @@ def _new(original: type[MessagePassing], *args: Any) -> Any:
     return copyreg.__newobj__(accelerated_class(original), *args)  # type: ignore[attr-defined]
 
 
-def _with_edge_list(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_edge_list(original: type[MessagePassing]) -> Callable[..., Any]:
     """Wraps `forward` to replace an Adjacency by its edges, because PyG's layers do not support it.
 
     For few edges on a GPU, linear maps of one tensor are joined (:class:`JointMaps`).
     """
 
-    @functools.wraps(forward)
+    @functools.wraps(original.forward)
     def with_edge_list(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = original.forward  # read in every call, because users replace methods of classes, too
         for item in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(item, Adjacency):
                 args = tuple(_edge_list(each, self.flow) for each in args)
                 kwargs = {name: _edge_list(each, self.flow) for name, each in kwargs.items()}
                 break
         if not (_is_dynamo_compiling() or _is_tracing()):
-            maps = self._joint.get((len(args), *kwargs), _UNKNOWN)
+            maps = self._joint.get((forward, len(args), *kwargs), _UNKNOWN)
             if maps is _UNKNOWN:
                 passed = passed_names(forward, len(args), tuple(kwargs))
-                maps = self._joint[(len(args), *kwargs)] = JointMaps.of(self, forward, passed, self._names())
+                maps = JointMaps.of(self, forward, passed, self._names())
+                self._joint[(forward, len(args), *kwargs)] = maps
             if maps is not None:
                 given = dict(zip(maps.parameters, (*args, *kwargs.values()), strict=True))
                 if are_few_on_gpu(given[maps.edge_index], _TIMES_FEW):

@@ -23,7 +23,7 @@ from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_plain_eager, may_be_one_node, why_watched
+from fastsparse_core.ops._eager import has_plain_call, is_plain_eager, may_be_one_node, why_watched
 from fastsparse_core.ops._eager import is_plain_linear as is_plain_linear_of
 from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.tiling import NeighbourSum
@@ -232,8 +232,8 @@ class FastConv(MessagePassing):
         if type(aggregation) not in self._aggregations:
             names = " or ".join(repr(REDUCE[each]) for each in self._aggregations)
             return Reason(f"aggr={self.aggr!r} has no kernel", f"Use aggr={names}")
-        if aggregation._forward_hooks or aggregation._forward_pre_hooks:
-            return Reason("a hook on the aggregation", "")
+        if not has_plain_call(aggregation):
+            return fallback.HOOKED_AGGREGATION
         if state["_decomposed_layers"] > 1:
             return fallback.DECOMPOSED
         if x_src.dtype not in _FLOAT_DTYPES:
@@ -522,12 +522,13 @@ def has_message_hook(state: dict[str, Any]) -> bool:
     return any(map(state.__getitem__, _MESSAGE_HOOKS))  # `map` is faster than a generator
 
 
-def is_plain_call(state: dict[str, Any]) -> bool:
-    """True if a layer has no hooks, instance methods or modes that PyG's `propagate` would handle.
+def is_plain_call(layer: MessagePassing) -> bool:
+    """True if a layer has no hooks or modes, and no `aggregate` or `update` of its own.
 
-    Args:
-        state: the layer's ``__dict__``.
+    PyG's `propagate` would handle them. Classes are also checked in every call, because users replace methods
+    of classes, too. `message` may be the method of the layer's class, but not of the layer.
     """
+    state, methods = layer.__dict__, type(layer)
     aggregation = state["_modules"]["aggr_module"]
     return not (
         state["_explain"]
@@ -535,8 +536,9 @@ def is_plain_call(state: dict[str, Any]) -> bool:
         or "message" in state
         or "aggregate" in state
         or "update" in state
-        or aggregation._forward_hooks
-        or aggregation._forward_pre_hooks
+        or methods.aggregate is not MessagePassing.aggregate
+        or methods.update is not MessagePassing.update
+        or not has_plain_call(aggregation)
         or has_message_hook(state)
     )
 

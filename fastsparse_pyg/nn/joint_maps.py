@@ -15,6 +15,7 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense import Linear as PygLinear
 
 from fastsparse_core.ops._eager import PLAIN, is_plain_eager, is_plain_linear
+from fastsparse_pyg.nn.base import has_message_hook
 from fastsparse_pyg.nn.layer_arguments import Signature
 
 _LINEARS = (nn.Linear, PygLinear)
@@ -92,6 +93,8 @@ class JointMaps(NamedTuple):
             or sorted(of_maps.values()) != list(range(len(called)))
             or len({name for name, _, _ in called}) < len(called)
             or any(hasattr(type(layer), name) for name, _, _ in called)
+            or type(layer).__getattr__ is not nn.Module.__getattr__
+            or type(layer).__getattribute__ is not object.__getattribute__
             # A method may write into other arguments, which PyTorch does not allow for parts of one tensor.
             or not set(of_maps) <= gathered
             or id(edges) not in name_of
@@ -116,7 +119,8 @@ class JointMaps(NamedTuple):
             arguments: arguments of `forward` by name.
         """
         x, state = arguments[self.x], layer.__dict__
-        if not is_plain_eager(x):
+        # Hooks may write into the arguments of `propagate`.
+        if not is_plain_eager(x) or has_message_hook(state):
             return None
         children, width, dtype = state["_modules"], x.shape[-1:], x.dtype
         weights, biases, sizes = [], [], []

@@ -92,7 +92,7 @@ class Copies(NamedTuple):
             or not (x.layout is edge_index.layout is torch.strided)
             or not x.is_floating_point()
             or state["node_dim"] not in (-2, 0)
-            or not is_plain_call(state)
+            or not is_plain_call(layer)
             or type(layer).message is not self.message
             or not self.pattern.holds_for(layer)
             or is_any_autocast_enabled()
@@ -184,7 +184,7 @@ class GatheredMessages(NamedTuple):
             edge_index.dtype is not torch.int64
             or edge_index.dim() != 2
             or edge_index.shape[0] != 2
-            or not is_plain_call(state)
+            or not is_plain_call(layer)
             or type(layer).message is not self.message
         ):
             return None

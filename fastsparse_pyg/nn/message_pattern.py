@@ -83,10 +83,17 @@ class Pattern:
 def find_pattern(
     layer: MessagePassing, original: type[MessagePassing], method: str, absent: Iterable[str]
 ) -> Pattern:
-    """Traces ``original.message``, or another method, for calls in which arguments ``absent`` are None."""
+    """Traces `message`, or another method of the layer's class, for calls in which ``absent`` are None.
+
+    Args:
+        layer: the layer.
+        original: its class before it was accelerated.
+        method: name of the method.
+        absent: names of the arguments that are None.
+    """
     guards: dict[str, Any] = {}
     try:
-        body = getattr(original, method)
+        body = getattr(type(layer), method)
         graph, assigned = trace(
             layer, original, body, guards, dict.fromkeys(absent), _FUNCTIONS, vars(MessagePassing)
         )
@@ -114,7 +121,7 @@ def find_joint_pattern(
     out: Any = None
     try:
         for method in ("message", "aggregate"):
-            body, given = getattr(original, method), dict.fromkeys(absent[method])
+            body, given = getattr(type(layer), method), dict.fromkeys(absent[method])
             part, sets = trace(layer, original, body, guards, given, _FUNCTIONS, vars(MessagePassing))
             placeholders = [node for node in part.nodes if node.op == "placeholder"]
             messages = placeholders[0] if method == "aggregate" else None

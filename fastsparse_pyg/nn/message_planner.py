@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense import Linear as PygLinear
 
 from fastsparse_core.message_plans.plan import INDICES, OWN, PER_EDGE, NoPlan, Plan, Planner, by_plan
@@ -62,8 +61,10 @@ PER_FEATURE = "weights per feature"
 OTHER_FORM = "the dtype or shape of the features"
 
 
-def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str, are_few: bool = False) -> Any:
-    """Reduces the messages of a pattern by its plan; returns None if it has no plan, or `FEW`.
+def reduce_by_plan(
+    layer: Any, pattern: Pattern, found: Arguments, how: str, are_few: bool = False
+) -> tuple[Any, Plan | None]:
+    """Reduces the messages of a pattern by its plan.
 
     Args:
         layer: the layer.
@@ -72,16 +73,19 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str, are
         how: the reduction; "" if the layer's own code reduces; `PER_EDGE` to return the messages unreduced;
             `OWN` if the pattern contains the reduction.
         are_few: whether there are so few edges that launch overhead decides the time.
+
+    Returns:
+        The result and its plan. Without a plan, the result is None or `FEW`, and the plan is None.
     """
     is_copy = pattern.kind == "product" and pattern.compute is None
     is_left = bool(pattern.assigned) and pattern.kind != "any"
     if pattern.graph is None or not how or is_copy or is_left:
-        return None
+        return None, None
     if how == "softmax" and not is_softmax_of_messages(layer._modules["aggr_module"]):
-        return None
+        return None, None
     kind = _kind_of(found, pattern)
     if kind is None:
-        return None
+        return None, None
     mixed = autocast_dtype(found.dst.index) if is_any_autocast_enabled() else None
 
     def make() -> Plan | str:
@@ -93,10 +97,10 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str, are
 
     out, plan = by_plan(pattern.plans, (how, kind, mixed, are_few), layer, found, make)
     if plan is FEW:
-        return FEW
+        return FEW, None
     if how != PER_EDGE:
         planned.set(layer, plan)
-    return out
+    return out, plan if isinstance(plan, Plan) and out is not None else None
 
 
 class PlannedCall(NamedTuple):
@@ -132,27 +136,31 @@ class PlannedCall(NamedTuple):
 
     @classmethod
     def of(
-        cls, layer: Any, pattern: Pattern, how: str, names: Signature, found: Arguments, are_few: bool
+        cls,
+        layer: Any,
+        pattern: Pattern,
+        plan: Plan,
+        how: str,
+        names: Signature,
+        found: Arguments,
+        are_few: bool,
     ) -> PlannedCall | None:
         """Returns the fast path for calls like the one that a plan has just computed; None if there is none.
 
         Args:
             layer: the layer.
             pattern: pattern of its `message`.
+            plan: the plan.
             how: the reduction; "" if the layer's own code reduces.
             names: names of the methods' arguments.
             found: arguments of the call.
             are_few: whether there are so few edges that launch overhead decides the time.
         """
-        plan, graph = planned.get(layer), pattern.graph
-        if not how or graph is None or not isinstance(plan, Plan) or not is_plain_call(vars(layer)):
+        graph = pattern.graph
+        if not how or graph is None or not is_plain_call(layer):
             return None
         read = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
-        if (
-            type(layer).update is not MessagePassing.update
-            or any(name not in read for name, _, _ in names.lifted)
-            or found.dst.num_nodes != found.src.num_nodes
-        ):
+        if any(name not in read for name, _, _ in names.lifted) or found.dst.num_nodes != found.src.num_nodes:
             return None
         base = {name: base for name, base, _ in names.lifted}
         tensors: dict[str, tuple[str, torch.dtype, torch.Size]] = {}
@@ -216,7 +224,7 @@ class PlannedCall(NamedTuple):
                 return None
             shape = x.shape
             if kind:
-                if shape[1:] != row:
+                if not shape or shape[1:] != row:
                     return None
                 if kind == "edge":
                     if shape[0] != num_edges:
@@ -234,14 +242,12 @@ class PlannedCall(NamedTuple):
                 return None
             values[name] = value
         mixed = autocast_dtype(edge_index) if is_any_autocast_enabled() else None
-        methods, aggregation = type(layer), state["_modules"]["aggr_module"]
+        aggregation = state["_modules"]["aggr_module"]
         if (
             mixed is not self.mixed
             or num_nodes > num_edges
-            or not is_plain_call(state)
-            or methods.message is not self.message
-            or methods.aggregate is not MessagePassing.aggregate
-            or methods.update is not MessagePassing.update
+            or not is_plain_call(layer)
+            or type(layer).message is not self.message
             or reduction_of(aggregation) != self.how
             or (self.how == "softmax" and not is_softmax_of_messages(aggregation))
             or not self.pattern.holds_for(layer)

@@ -31,6 +31,7 @@ from fastsparse_core.fused.principal_aggregation import (
     scaled_aggregation,
 )
 from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE
+from fastsparse_core.ops._eager import has_plain_call
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, num_caller_values, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, is_plain_linear, raise_features
@@ -231,7 +232,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def are_linear(nns: Iterable[Any], begin: bool = False) -> bool:
     """True if the network of each tower is one plain linear map, or begins with one if ``begin``."""
     for nn in nns:
-        if type(nn) is not Sequential or nn._forward_hooks or nn._forward_pre_hooks or nn._backward_hooks:
+        if type(nn) is not Sequential or not has_plain_call(nn):
             return False
         if (len(nn) > 1 and not begin) or not is_plain_linear(nn[0]):
             return False
@@ -250,7 +251,7 @@ def aggregation_names(scaler: Any) -> list[str]:
             getattr(aggregation, "var_aggr", aggregation), "semi_grad", False
         ):
             name = ""
-        names.append("" if aggregation._forward_hooks or aggregation._forward_pre_hooks else name)
+        names.append(name if has_plain_call(aggregation) else "")
     return names
 
 

@@ -16,7 +16,7 @@ from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.edge_messages import can_pass_messages, gated_layer
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
-from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.ops._eager import has_plain_call, is_plain_eager
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike
@@ -194,5 +194,5 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
 def _is_sigmoid(act: Any) -> bool:
     """True if a gating function is the sigmoid."""
     if type(act) is torch.nn.Sigmoid:
-        return not (act._forward_hooks or act._forward_pre_hooks or act._backward_hooks)
+        return has_plain_call(act)
     return act in (torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.special.expit)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from simulated_graphs import simulate
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
 from fastsparse_core import (
     Adjacency,
@@ -359,7 +360,7 @@ def test_says_why_a_step_runs_as_it_is(simulated, fault):
     assert warned[0].filename == __file__
 
 
-@pytest.mark.parametrize("by", ["all_reduce", "DDP"])
+@pytest.mark.parametrize("by", ["all_reduce", "functional", "compiled", "DDP"])
 def test_steps_that_exchange_data_run_as_they_are(simulated, by):
     """A recording would call for data that the other processes do not send."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -369,12 +370,18 @@ def test_steps_that_exchange_data_run_as_they_are(simulated, by):
         if by == "DDP":
             task.model = torch.nn.parallel.DistributedDataParallel(task.model)
 
+        def summed(loss):
+            return wait_tensor(all_reduce(loss, "sum", dist.group.WORLD))
+
+        if by == "compiled":
+            summed = torch.compile(summed, backend="aot_eager")
+
         def step(x, y):
             calls.append(1)
             loss = task.step(x, y)
             if by == "all_reduce":
                 dist.all_reduce(loss)
-            return loss
+            return summed(loss) if by in ("functional", "compiled") else loss
 
         run = capture(step)
         with pytest.warns(SlowPathWarning, match="it exchanges data with other processes"):

@@ -613,6 +613,43 @@ def _reduce(rank: int, size: int, device: torch.device) -> None:
     assert model[1].bias.grad is None
 
 
+def test_all_reduce_gradients_of_any_form(team: Team) -> None:
+    team.run(_forms)
+
+
+def _forms(rank: int, size: int, device: torch.device) -> None:
+    own, total = rank + 1.0, size * (size + 1) / 2
+    shared = torch.full((2, 3), own)
+    negative = torch.full((2, 3), complex(0, -own)).conj().imag
+    assert negative.is_neg()
+    conjugate = torch.full((2, 3), complex(own, 0)).conj()
+    grads = [
+        torch.full((3, 2), own).t(),
+        torch.full((1,), own).expand(2, 3),
+        shared,
+        shared,
+        negative,
+        conjugate,
+    ]
+    parameters = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+    if rank == 0:  # a gradient in another form than those of the other ranks
+        parameters[4].grad = negative.resolve_neg()
+    embedding = nn.Embedding(size + 1, 2, sparse=True)
+    if rank > 0:
+        embedding(torch.tensor([rank, size])).sum().backward()
+    all_reduce_gradients([*parameters, *embedding.parameters(), parameters[0]])
+    for parameter in parameters:
+        assert parameter.grad is not None
+        assert parameter.grad.eq(total).all()
+    assert parameters[0].grad is grads[0]
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.to_dense().tolist() == [
+        [count, count] for count in (0, *[1] * (size - 1), size - 1)
+    ]
+
+
 def test_all_reduce_gradients_of_other_parameters(team: Team) -> None:
     team.run(_other_parameters)
 

@@ -101,6 +101,18 @@ def test_linear_before_sum_has_two_derivatives():
     assert torch.autograd.gradgradcheck(both, (x, weight, bias))
 
 
+@pytest.mark.parametrize("shape", [(7, 4), (2, 7, 4), (0, 4)])
+def test_linear_before_sum_takes_batches_of_gradients(shape):
+    inputs = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in (shape, (5, 4), (5,))]
+    out, expected = linear_before_sum(*inputs), torch.nn.functional.linear(*inputs)
+    grads = torch.randn(3, *out.shape, dtype=torch.float64)
+    together = torch.autograd.grad(out, inputs, grads, is_grads_batched=True)
+    for nth, grad in enumerate(grads):
+        wanted = torch.autograd.grad(expected, inputs, grad, retain_graph=True)
+        for ours, theirs in zip(together, wanted, strict=True):
+            torch.testing.assert_close(ours[nth], theirs)
+
+
 def test_linear_before_sum_frees_what_no_gradient_needs():
     """As with a linear layer, x may be written where the weight needs no gradient, and the other way."""
     x, weight = torch.ones(4, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)

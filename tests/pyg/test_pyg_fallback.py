@@ -130,6 +130,10 @@ def test_hook_on_the_aggregation_runs():
     layer.aggr_module.register_forward_hook(lambda *args: called.append(1))
     layer(x, edge_index)
     assert called == [1]
+    layer = FastSAGEConv(4, 6)
+    layer.aggr_module.register_full_backward_hook(lambda *args: called.append(2))
+    layer(x.requires_grad_(), edge_index).sum().backward()
+    assert called == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["gcn", "agnn"])

@@ -99,6 +99,21 @@ class InPlace(Gated):
         return v.mul_(2.0)[index] + a_i + b_j + self.of_edge(edge_attr)
 
 
+class Scaling(Gated):
+    """Reads one of its maps through a function."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return (lambda x: 2 * found(x)) if name == "b" else found
+
+
+def writing(layer: Any) -> None:
+    def double(module: Any, inputs: Any) -> None:
+        inputs[-1]["v"].mul_(2.0)
+
+    layer.register_propagate_forward_pre_hook(double)
+
+
 def hooked(layer: Any) -> None:
     layer.b.register_forward_hook(lambda module, args, out: 2 * out)
 
@@ -181,6 +196,7 @@ def few_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (Counting, False),
         (InPlace, False),
         (Comparing, False),
+        (Scaling, False),
     ],
 )
 def test_which_bodies_are_joined(
@@ -201,7 +217,9 @@ def test_which_bodies_are_joined(
 
 
 @pytest.mark.parametrize(
-    "change", [hooked, replaced, without_bias, narrow, parametrised, frozen], ids=lambda each: each.__name__
+    "change",
+    [hooked, writing, replaced, without_bias, narrow, parametrised, frozen],
+    ids=lambda each: each.__name__,
 )
 def test_maps_that_change(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     joined = noted(monkeypatch)

@@ -7,6 +7,7 @@ import copy
 import inspect
 import math
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -536,6 +537,39 @@ def test_messages(message: Message, aggr: str, device: str):
         assert (GENERATED in {gain for gains in gains_of(fast) for gain in gains}) == (message in GENERATING)
 
 
+def transposed(x: Tensor) -> Tensor:
+    return x.movedim(0, -1).contiguous().movedim(-1, 0)
+
+
+def in_columns(x: Tensor) -> Tensor:
+    return torch.stack([x.cos(), x], -1)[..., 1]
+
+
+def behind_one_number(x: Tensor) -> Tensor:
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", [transposed, in_columns, behind_one_number])
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
+def test_memory_layouts(message: Message, layout: Callable[[Tensor], Tensor], device: str):
+    layer, fast = make(message, "sum", device)
+
+    def in_layout(module: nn.Module) -> Callable[..., Any]:
+        own = module.forward
+        laid = lambda x: layout(x) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
+        return lambda edges, given: own(edges, {name: laid(each) for name, each in given.items()})
+
+    for each in (layer, fast):
+        each.forward = in_layout(each)
+    edge_index, inputs = problem(device)
+    edge_index[:, :NODES] = torch.arange(NODES)  # rows of nodes without edges would be copied
+    if message is keyword_defaults:
+        inputs |= {"w": None, "scale": 2.0}
+    for _ in range(2):
+        check(layer, fast, edge_index, inputs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("aggr", ["sum", "max"])
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
@@ -648,12 +682,79 @@ def test_layers_of_one_class_and_several_shapes():
     assert gains_of(layers[0][1]) == 4 * [(PER_NODE,)]
 
 
+def one_map(layer: Any) -> None:
+    layer.mlp = nn.Linear(2 * ALL + EDGE_WIDTH, 7).double()
+
+
+def other_names(layer: Any) -> None:
+    layer.mlp = nn.Sequential(OrderedDict(zip(("first", "middle", "last"), layer.mlp, strict=True)))
+
+
+def other_order(layer: Any) -> None:
+    layer.mlp = nn.Sequential(OrderedDict({name: layer.mlp[int(name)] for name in "021"}))
+
+
+def no_module(layer: Any) -> None:
+    del layer.mlp
+    layer.mlp = torch.cos
+
+
+def other_widths(layer: Any) -> None:
+    layer.kinds, layer.others = layer.others, layer.kinds
+
+
+def kinds_and_others(self, x_j, kind):
+    return self.both(torch.cat([self.kinds(kind), self.others(kind), x_j], -1))
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("change", [one_map, other_names, other_order, no_module, other_widths])
+def test_layers_of_one_class_with_other_modules(change: Callable[[Any], None], is_first: bool):
+    pairs = [make(kinds_and_others if change is other_widths else edge_mlp) for _ in range(2)]
+    pairs[1][1].__class__ = type(pairs[0][1])
+    for pair in pairs:
+        for each in pair:
+            torch.manual_seed(3)
+            each.kinds, each.others = nn.Embedding(4, 5).double(), nn.Embedding(4, ALL - 5).double()
+    for each in pairs[is_first]:
+        torch.manual_seed(4)
+        change(each)
+    edge_index, inputs = problem()
+    for _ in range(3):
+        for pair in pairs:
+            check(*pair, edge_index, inputs)
+    for each in pairs[not is_first]:
+        torch.manual_seed(4)
+        change(each)
+    check(*pairs[not is_first], edge_index, inputs)
+
+
+def test_parameters_of_another_dtype():
+    layer, fast = make(gat_one_head)
+    edge_index, inputs = problem()
+    inputs = {name: item.float() if isinstance(item, Tensor) else item for name, item in inputs.items()}
+    for dtype in (torch.float32, torch.float64):
+        for each in (layer, fast):
+            each.att_wide = nn.Parameter(each.att_wide.detach().to(dtype))
+        for _ in range(2):
+            torch.testing.assert_close(fast(edge_index, inputs), layer(edge_index, inputs))
+
+
 def hooked(fast: Any) -> None:
     fast.register_message_forward_hook(lambda module, args, out: 2 * out)
 
 
 def replaced(fast: Any) -> None:
     fast.message = lambda x_i, x_j, index: x_j - x_i
+
+
+def hooked_backward(fast: Any) -> None:
+    fast.aggr_module.register_full_backward_pre_hook(lambda module, grads: (2 * grads[0],))
+
+
+def reduced_otherwise(fast: Any) -> None:
+    own = fast.aggr_module.forward
+    fast.aggr_module.forward = lambda *args, **kwargs: own(*args, **kwargs).cos()
 
 
 def of_mean(fast: Any) -> None:
@@ -665,7 +766,9 @@ def turned(fast: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [None, hooked, replaced, of_mean, turned], ids=lambda each: getattr(each, "__name__", "none")
+    "change",
+    [None, hooked, hooked_backward, reduced_otherwise, replaced, of_mean, turned],
+    ids=lambda each: getattr(each, "__name__", "none"),
 )
 def test_known_calls_skip_the_search_until_something_changes(
     change: Callable[[Any], None] | None, monkeypatch: pytest.MonkeyPatch
@@ -679,7 +782,8 @@ def test_known_calls_skip_the_search_until_something_changes(
     search = AnyLayer._collect_lazily
     monkeypatch.setattr(AnyLayer, "_collect_lazily", lambda *args: searched.append(1) or search(*args))
     check(layer, fast, edge_index, inputs)
-    assert bool(searched) == (change in (replaced, of_mean))  # with a hook, PyG's code runs
+    # With a message hook, PyG's code runs.
+    assert bool(searched) == (change in (hooked_backward, reduced_otherwise, replaced, of_mean))
     edge_index[0, :9] = edge_index[0, 9:18]  # edited in place, and a tensor that was not seen before
     check(layer, fast, edge_index, inputs)
     check(layer, fast, edge_index.flip(0), inputs)
@@ -713,16 +817,76 @@ def test_known_calls_heed_the_options_of_an_aggregation(aggregations: Any, first
             check(*pair, edge_index, inputs)
 
 
-@pytest.mark.parametrize("method", ["aggregate", "update"])
-def test_known_calls_heed_methods_that_a_class_gets(method: str, monkeypatch: pytest.MonkeyPatch):
+class AnyNodeDim(MessagePassing):
+    """Nodes are in the second to last dimension."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum", node_dim=-2)
+        self.lin = nn.Linear(2 * ALL, 6)
+
+    def forward(self, x: Tensor, edge_index: Tensor, w: Tensor | None = None) -> Tensor:
+        return self.propagate(edge_index, x=x, w=w)
+
+    def message(self, x_i: Tensor, x_j: Tensor, w: Tensor | None) -> Tensor:
+        out = self.lin(torch.cat([x_i, x_j], -1)).relu()
+        return out if w is None else out * w.unsqueeze(-1)
+
+
+def test_calls_without_a_plan_after_one_with_a_plan():
+    layer = AnyNodeDim().double()
+    fast = copy.deepcopy(layer)
+    accelerate(fast, show=False)
+    edge_index, inputs = problem(nodes=40)
+    for x in (inputs["x"], torch.randn(50, 40, ALL).double(), torch.randn(40, 40, ALL).double()):
+        for _ in range(3):
+            torch.testing.assert_close(fast(x, edge_index), layer(x, edge_index))
+    for w in (inputs["w"], torch.tensor(2.0).double()):
+        for _ in range(3):
+            torch.testing.assert_close(fast(inputs["x"], edge_index, w), layer(inputs["x"], edge_index, w))
+
+
+@pytest.mark.parametrize("first", [1.0, 0.5])
+def test_softmax_aggregations_after_sums(first: float):
     layer, fast = make(map_of_both)
     edge_index, inputs = problem()
     check(layer, fast, edge_index, inputs)
-    own = getattr(MessagePassing, method)
-    # PyG's code is generated when a layer is made, and calls the method by name.
-    monkeypatch.setattr(type(fast), method, lambda self, *args, **kwargs: 2 * own(self, *args, **kwargs))
+    for t in (first, 1.5 - first):
+        for each in (layer, fast):
+            each.aggr_module = gnn.aggr.SoftmaxAggregation(t=t)
+        for _ in range(2):
+            check(layer, fast, edge_index, inputs)
+
+
+def squared(self, x_j):
+    return x_j * x_j
+
+
+@pytest.mark.parametrize("is_original", [False, True])
+@pytest.mark.parametrize("edges", [100, EDGES])
+@pytest.mark.parametrize("method", ["message", "aggregate", "update", "forward"])
+@pytest.mark.parametrize("message", [copies, squared, map_of_sources])
+def test_known_calls_heed_methods_that_a_class_gets(
+    message: Message, method: str, edges: int, is_original: bool, monkeypatch: pytest.MonkeyPatch
+):
+    layer, fast = make(message)
+    edge_index, inputs = problem(edges=edges)
+    for _ in range(3):
+        check(layer, fast, edge_index, inputs)
     once = layer(edge_index, inputs)
-    for _ in range(2):
+    changed = type(layer) if is_original else type(fast)
+    own = getattr(changed, method)
+
+    def twice(self, x_j):
+        return 2 * x_j
+
+    def double(self, *args, **kwargs):
+        return 2 * own(self, *args, **kwargs)
+
+    # PyG's code is generated when a layer is made, and calls the method by name.
+    monkeypatch.setattr(changed, method, twice if method == "message" else double)
+    if method == "message":
+        once = make(copies)[0](edge_index, inputs)
+    for _ in range(3):
         torch.testing.assert_close(fast(edge_index, inputs), 2 * once)
 
 

@@ -166,7 +166,8 @@ class _Communication(TorchDispatchMode):
         self._observed = observed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        # For example "c10d", "_c10d_functional" (functional and compiled collectives), "symm_mem".
+        if "c10d" in func.namespace or func.namespace == "symm_mem":
             self._observed.communicates = True
         return func(*args, **(kwargs or {}))
 

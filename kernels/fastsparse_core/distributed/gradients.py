@@ -26,8 +26,8 @@ def all_reduce_gradients(
     The loss :math:`L_r` of each process must be its share of the whole loss: the sum over local rows, divided
     by the number of rows of the whole graph. Then the result is the gradient that one GPU with the whole
     graph would compute. (DDP, in contrast, divides the sums by the number of processes.) 16-bit gradients are
-    summed in float32, others in their dtype, with one message per dtype. All processes must call this
-    function with the same parameters.
+    summed in float32, others in their dtype, with one message per dtype. Sparse gradients become dense. All
+    processes must call this function with the same parameters.
 
     If a process has no gradient for a parameter, for example because its part of the graph has no edges of a
     type, its gradient becomes the sum of the other processes' gradients. If no process has a gradient, the
@@ -53,7 +53,9 @@ def all_reduce_gradients(
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    trained = [it for it in parameters if it.requires_grad or it.grad is not None]
+    # Each parameter once, because its gradient is summed in place.
+    each = {id(it): it for it in parameters}.values()
+    trained = [it for it in each if it.requires_grad or it.grad is not None]
     _check_parameters(trained, group)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter in trained:
@@ -91,18 +93,27 @@ def _all_reduce(parameters: list[Tensor], group: dist.ProcessGroup | None) -> No
     count = torch.ones(len(grads), dtype=wide, device=device)
     if absent:
         count[absent] = 0
-    sums = [
-        torch.zeros_like(it, dtype=wide, memory_format=torch.contiguous_format)
-        if grad is None
-        else grad.detach().to(wide).contiguous()  # the gradient itself, if it has this form already
-        for it, grad in zip(parameters, grads, strict=True)
-    ]
+    sums, addresses = list[Tensor](), set[int]()
+    for it, grad in zip(parameters, grads, strict=True):
+        if grad is None:
+            total = torch.zeros_like(it, dtype=wide, memory_format=torch.contiguous_format)
+        else:  # the gradient itself, if it has this form already
+            dense = grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
+            total = dense.to(wide).contiguous().resolve_conj().resolve_neg()
+            if total.data_ptr() in addresses:  # parameters share a gradient, which must not be summed twice
+                total = total.clone()
+            addresses.add(total.data_ptr())
+        sums.append(total)
     processes = group or dist.group.WORLD
     assert processes is not None
     # One launch sums all tensors in place, without copies of them.
     processes.allreduce_coalesced([*sums, count]).wait()
-    pairs = zip(grads, sums, strict=True)
-    copied = [(it, total) for it, total in pairs if it is not None and it.data_ptr() != total.data_ptr()]
+    copied = list[tuple[Tensor, Tensor]]()
+    for it, grad, total in zip(parameters, grads, sums, strict=True):
+        if grad is not None and not _is_writable(grad):
+            it.grad = total.to(dtype)
+        elif grad is not None and grad.data_ptr() != total.data_ptr():
+            copied.append((grad, total))
     if copied:  # one launch for all parameters
         torch._foreach_copy_([it for it, _ in copied], [total for _, total in copied])
     # The counts are read only if necessary, because the host waits for the GPU when it reads them.
@@ -110,3 +121,12 @@ def _all_reduce(parameters: list[Tensor], group: dist.ProcessGroup | None) -> No
     for nth in absent:
         if elsewhere[nth]:
             parameters[nth].grad = sums[nth].to(dtype)
+
+
+def _is_writable(grad: Tensor) -> bool:
+    """True if sums can be copied into a gradient: it is dense, and every element has its own memory."""
+    return (
+        grad.layout is torch.strided
+        and not (grad.is_neg() or grad.is_conj())
+        and torch._debug_has_internal_overlap(grad) != 1
+    )

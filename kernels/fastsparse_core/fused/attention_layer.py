@@ -23,6 +23,7 @@ from fastsparse_core.fused.attention_on_cuda import (
 )
 from fastsparse_core.fused.head_scores import product_in_parts
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
+from fastsparse_core.ops._attention_launch import contiguous_and_aligned
 from fastsparse_core.ops._autocast import (
     CAST,
     autocast_dtype,
@@ -262,6 +263,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, tuple[Any, ...]]:
     """Returns the result, the cast features and weight, their product, and tensors for the backward pass."""
     vectors, features = tensors[: call.num_vectors], x if x.dtype == call.dtype else x.to(call.dtype)
+    if len(tensors) == call.num_vectors:  # no linear map: a product would be contiguous and aligned
+        features = contiguous_and_aligned(features)
     joint, matrix = _project(call, features, tensors)
     out, kept = _attend_to(call, joint, vectors, bias, edges)
     return out, features, matrix, joint, kept

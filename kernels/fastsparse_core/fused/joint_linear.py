@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastsparse_core.fused.bias import linear
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
-from fastsparse_core.ops._eager import is_plain_eager, is_plain_linear
+from fastsparse_core.ops._eager import has_plain_call, is_plain_eager, is_plain_linear
 
 
 def may_be_cast(network: Any) -> bool:
@@ -23,12 +23,7 @@ def first_linear(network: Any) -> tuple[Any, Sequence[Any]]:
     """A network's first module, if it is a plain linear map (otherwise None), and the modules after it."""
     if type(network) is nn.Linear:
         return (network, ()) if is_plain_linear(network) else (None, ())
-    if (
-        type(network) is nn.Sequential
-        and not (network._forward_hooks or network._forward_pre_hooks or network._backward_hooks)
-        and not network._backward_pre_hooks
-        and "forward" not in network.__dict__
-    ):
+    if type(network) is nn.Sequential and has_plain_call(network):
         modules = list(network._modules.values())
         if modules and is_plain_linear(modules[0]):
             return modules[0], modules[1:]

@@ -79,7 +79,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
     once = is_first_derivative(grad)
-    rows = grad.flatten(0, -2)
+    # Batches of gradients (is_grads_batched=True) support `reshape`, but not `flatten`.
+    rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
     return (
         grad @ weight if needs_x else None,
         weight_gradient(rows, x.flatten(0, -2), x.dtype, once, *ctx.parts) if needs_weight else None,

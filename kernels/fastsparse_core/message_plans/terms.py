@@ -276,6 +276,8 @@ def _zero_map(like: Tensor) -> Tensor:
         return torch.zeros_like(like)
     with torch.inference_mode(False):
         zeros = _zero_maps[key] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    if like.is_cuda:
+        torch.cuda.current_stream(like.device).synchronize()  # other streams may read them next
     return zeros
 
 

@@ -55,6 +55,8 @@ _STATE = (
 )
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 ABSENT = object()
+#: Name of the traced method in a probe's class.
+_BODY = "_fastsparse_call"
 
 
 class _Present:
@@ -126,9 +128,10 @@ def trace(
     wanted, names = set(map(id, functions)), getattr(body, "__globals__", {})
     named = tuple(value for value in names.values() if id(original_of(value)) in wanted)
     _check_code(body, guards, named)
-    probe, state = _probe(layer, original, body, guards, named, refused, {})
+    # The tracer looks a method up by its name, under which `original` may have another method.
+    probe, state = _probe(layer, original, body, guards, named, refused, {_BODY: body})
     tracer = _Tracer(autowrap_functions=named)
-    tracer.traced_func_name = body.__name__
+    tracer.traced_func_name = _BODY
     graph = tracer.trace(probe, concrete_args=concrete or None)
     for node in graph.nodes:
         node.target = original_of(node.target)
@@ -208,7 +211,7 @@ def trace_function(
     _check_code(body, guards, (), ("LOAD_DEREF", "STORE_SUBSCR"))
     tracer, given = _Tracer(), list[Any]()
 
-    def _fastsparse_call(probe: Any) -> Any:
+    def call(probe: Any) -> Any:
         cells = []
         for name in body.__code__.co_freevars:
             value = function.captured.get(name, probe)
@@ -219,10 +222,8 @@ def trace_function(
         given.append(argument(tracer))
         return copy(probe, *given) if function.is_method else copy(*given)
 
-    tracer.traced_func_name = _fastsparse_call.__name__
-    probe, state = _probe(
-        layer, type(layer), body, guards, (), (), {tracer.traced_func_name: _fastsparse_call}
-    )
+    tracer.traced_func_name = _BODY
+    probe, state = _probe(layer, type(layer), body, guards, (), (), {_BODY: call})
     graph = tracer.trace(probe)
     _check_graph(graph, layer)
     for name in _assigned(probe, state):

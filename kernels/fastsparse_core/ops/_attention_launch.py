@@ -246,6 +246,12 @@ def aligned(x: Tensor) -> Tensor:
     return x
 
 
+def contiguous_and_aligned(x: Tensor) -> Tensor:
+    """The matrix, or a contiguous copy that starts at a multiple of 16 bytes."""
+    is_ready = x.is_contiguous() and not x.data_ptr() % LOAD_BYTES
+    return x if is_ready else x.clone(memory_format=torch.contiguous_format)
+
+
 def _padded(x: Tensor, heads: int) -> Tensor:
     """(n, heads * D) with aligned rows, every head padded with zeros to a multiple of 16 bytes."""
     width, step = x.size(1) // max(heads, 1), LOAD_BYTES // x.itemsize

@@ -120,6 +120,18 @@ def is_read(node: Any) -> bool:
         return True
 
 
+def has_plain_call(module: nn.Module) -> bool:
+    """True if a call of a module only runs `forward` of its class: no hooks, no replaced `forward`."""
+    state = module.__dict__  # reading attributes of the module would take four times as long
+    return not (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or "forward" in state
+    )
+
+
 def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear, weight: str = "weight") -> bool:
     """True if a linear layer computes only ``x W^T + b``, without hooks, so that a kernel may compute it.
 
@@ -128,13 +140,9 @@ def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear, weight
         kind: the framework's class of linear layers.
         weight: name of the layer's weight.
     """
-    state = module.__dict__  # reading attributes of the module would take four times as long
-    return type(module) is kind and not (
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-        or "forward" in state
-        or any(_GLOBAL_HOOKS)
-        or weight not in module._parameters  # in replicas of DataParallel, the weight is a plain attribute
+    return (
+        type(module) is kind
+        and has_plain_call(module)
+        and not any(_GLOBAL_HOOKS)
+        and weight in module._parameters  # in replicas of DataParallel, the weight is a plain attribute
     )
