@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import sys
 from types import ModuleType
@@ -22,6 +21,7 @@ import torch_geometric.typing as pyg_typing
 
 from fastsparse_core import replacement
 from fastsparse_pyg.compat import operators, torch_scatter, torch_sparse
+from fastsparse_run.watch import is_installed
 
 __all__ = ["install", "uninstall"]
 
@@ -89,7 +89,7 @@ def uninstall() -> None:
 def _install(name: str, module: ModuleType) -> bool:
     if sys.modules.get(name) is module:
         return True
-    if name in sys.modules or importlib.util.find_spec(name) is not None:
+    if name in sys.modules or is_installed(name):
         _logger.info("%s is installed, so fastsparse_pyg.compat does not replace it", name)
         return False
     sys.modules[name] = module

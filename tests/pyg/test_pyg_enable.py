@@ -670,6 +670,24 @@ print("restored")
     assert done.stdout == "restored\n", done.stderr
 
 
+def test_the_missing_packages_can_be_installed_after_enable():
+    """`enable()` finds the packages itself, but they are still missing."""
+    pytest.importorskip("torch_geometric")
+    code = """
+import importlib.util, sys
+if any(importlib.util.find_spec(name) is not None for name in ("torch_scatter", "torch_sparse")):
+    sys.exit(77)
+import fastsparse_pyg
+fastsparse_pyg.enable()
+import fastsparse_pyg.compat
+print(fastsparse_pyg.compat.install())
+"""
+    done = run_python(code)
+    if done.returncode == 77:
+        pytest.skip("torch_scatter or torch_sparse is installed")
+    assert done.stdout == "{'torch_scatter': True, 'torch_sparse': True}\n", done.stderr
+
+
 def test_every_hook_fits_this_pyg():
     from fastsparse_core.replacement import problems
 
