@@ -158,6 +158,23 @@ def forget(package: str) -> None:
         sys.meta_path.remove(_watcher)
 
 
+def is_installed(package: str) -> bool:
+    """True if the package can be imported and :func:`in_place_of` does not provide it.
+
+    Args:
+        package: name of the package.
+
+    Example:
+        >>> from fastsparse_run.watch import forget, in_place_of, is_installed
+        >>> in_place_of("not_installed", lambda: None)
+        >>> is_installed("not_installed"), is_installed("json")
+        (False, True)
+        >>> forget("not_installed")
+    """
+    spec = importlib.util.find_spec(package)
+    return spec is not None and not isinstance(spec.loader, _StandIn)
+
+
 def start(actions: str) -> None:
     """Registers the functions that a value of :data:`VARIABLE` lists, and the report if it was requested."""
     for each in filter(None, actions.split(";")):

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import sys
 from types import ModuleType
@@ -22,6 +21,7 @@ import torch_geometric.typing as pyg_typing
 
 from fastsparse_core import replacement
 from fastsparse_pyg.compat import operators, torch_scatter, torch_sparse
+from fastsparse_run.watch import is_installed
 
 __all__ = ["install", "uninstall"]
 
@@ -48,8 +48,8 @@ _PARTS = {
         "tensor": "tensor",
     },
 }
-#: Packages whose modules may have imported PyG's placeholder for a missing package.
-_HOLDERS = ("torch_geometric", "fastsparse_pyg")
+#: Packages whose modules may have imported PyG's flags. A flag of this name in other modules may be their own.
+_FLAGGED = ("torch_geometric", "fastsparse_pyg")
 
 
 def install() -> dict[str, bool]:
@@ -58,8 +58,7 @@ def install() -> dict[str, bool]:
     ``import torch_scatter`` and ``import torch_sparse`` then work, and PyG uses the modules. PyG checks at
     its own import which packages are missing, so this function also sets PyG's flags
     (``torch_geometric.typing.WITH_TORCH_SPARSE`` and ``WITH_TORCH_SCATTER``) and replaces the placeholder for
-    ``SparseTensor`` in PyG's modules. Call it before your own code imports ``SparseTensor`` from
-    ``torch_geometric.typing``: a name that your modules imported earlier is not replaced.
+    ``SparseTensor`` in all loaded modules. In other modules than PyG's, copies of the flags do not change.
     ``torch.jit.script`` cannot compile the classes of these modules, so script PyG's layers in a process that
     did not call this function. An installed package is never replaced, even if it is broken. A second call
     changes nothing.
@@ -90,7 +89,7 @@ def uninstall() -> None:
 def _install(name: str, module: ModuleType) -> bool:
     if sys.modules.get(name) is module:
         return True
-    if name in sys.modules or importlib.util.find_spec(name) is not None:
+    if name in sys.modules or is_installed(name):
         _logger.info("%s is installed, so fastsparse_pyg.compat does not replace it", name)
         return False
     sys.modules[name] = module
@@ -105,7 +104,7 @@ def _install(name: str, module: ModuleType) -> bool:
         operators.provide()
     replaced = _tell_pyg(name, module)
     _logger.info(
-        "%s is not installed: fastsparse_pyg.compat provides it, also for %d loaded modules of PyG",
+        "%s is not installed: fastsparse_pyg.compat provides it, also for %d loaded modules",
         name,
         replaced,
     )
@@ -121,13 +120,14 @@ def _tell_pyg(name: str, module: ModuleType) -> int:
             stand_ins[kind] = (getattr(pyg_typing, kind), getattr(module, kind))
     replaced = 0
     for title, holder in list(sys.modules.items()):  # by key, because some modules have no `__name__`
-        if holder is None or title.partition(".")[0] not in _HOLDERS or holder is sys.modules[__name__]:
+        if not isinstance(holder, ModuleType) or holder is sys.modules[__name__]:
             continue
         held = vars(holder)
         names = [key for key, (old, _) in stand_ins.items() if held.get(key) is old]
         for key in names:
             _changes.append(replacement.replace(holder, key, stand_ins[key][1]))
-        if flag in held:
+        is_flagged = flag in held and title.partition(".")[0] in _FLAGGED
+        if is_flagged:
             _changes.append(replacement.replace(holder, flag, True))
-        replaced += bool(names) or flag in held
+        replaced += bool(names) or is_flagged
     return replaced

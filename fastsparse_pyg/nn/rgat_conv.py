@@ -230,10 +230,12 @@ class FastRGATConv(AttentionConv, RGATConv):
     ) -> Reason | None:
         if are_few_on_gpu(edge_index):
             return FEW_ON_GPU
+        if isinstance(edge_index, SparseTensor):  # whose values are edge features, and not types as in RGCN
+            return fallback.SPARSE_MATRIX
         reason = reason_against_relations(edge_index, edge_type)
         if reason is not None:
             return reason
-        if isinstance(edge_index, SparseTensor) or type(edge_index) is not Tensor:
+        if type(edge_index) is not Tensor:
             return Reason("edges that are not one plain tensor", fallback.PLAIN_EDGES)
         if size is not None:
             return Reason("size is given", "Do not pass `size`")

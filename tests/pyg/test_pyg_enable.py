@@ -642,6 +642,52 @@ except ModuleNotFoundError:
     assert done.stdout == "gone\n", done.stderr
 
 
+def test_placeholders_are_replaced_in_every_loaded_module():
+    """A module that imported `SparseTensor` from PyG early and reads PyG's flag later, like PyG's own tests."""
+    pytest.importorskip("torch_geometric")
+    code = """
+import importlib.util, sys, types
+if importlib.util.find_spec("torch_sparse") is not None:
+    sys.exit(77)
+import torch, fastsparse_pyg, torch_geometric.typing
+early = types.ModuleType("early")
+sys.modules["early"] = early
+sys.modules["odd"] = object()  # not a module
+exec("from torch_geometric.typing import SparseTensor, WITH_TORCH_SPARSE", vars(early))
+placeholder = early.SparseTensor
+fastsparse_pyg.enable()
+import torch_sparse
+assert torch_geometric.typing.WITH_TORCH_SPARSE and not early.WITH_TORCH_SPARSE
+matrix = early.SparseTensor.from_edge_index(torch.tensor([[0, 1], [1, 0]]))
+assert isinstance(matrix, torch_sparse.SparseTensor)
+fastsparse_pyg.disable()
+assert early.SparseTensor is placeholder
+print("restored")
+"""
+    done = run_python(code)
+    if done.returncode == 77:
+        pytest.skip("torch_sparse is installed")
+    assert done.stdout == "restored\n", done.stderr
+
+
+def test_the_missing_packages_can_be_installed_after_enable():
+    """`enable()` finds the packages itself, but they are still missing."""
+    pytest.importorskip("torch_geometric")
+    code = """
+import importlib.util, sys
+if any(importlib.util.find_spec(name) is not None for name in ("torch_scatter", "torch_sparse")):
+    sys.exit(77)
+import fastsparse_pyg
+fastsparse_pyg.enable()
+import fastsparse_pyg.compat
+print(fastsparse_pyg.compat.install())
+"""
+    done = run_python(code)
+    if done.returncode == 77:
+        pytest.skip("torch_scatter or torch_sparse is installed")
+    assert done.stdout == "{'torch_scatter': True, 'torch_sparse': True}\n", done.stderr
+
+
 def test_every_hook_fits_this_pyg():
     from fastsparse_core.replacement import problems
 

@@ -22,6 +22,7 @@ from fastsparse_pyg import (
     FastRGCNConv,
     accelerate,
     cache_info,
+    compat,
     restore,
 )
 from fastsparse_pyg.compat.torch_sparse import SparseTensor
@@ -312,6 +313,25 @@ def test_rgat(device, monkeypatch, every_pair, mechanism, mode, mod):
             **decomposition,
         )
         assert_same(layers, [x], x, edge_index, kind, edge_attr, return_attention_weights=with_weights)
+
+
+def test_rgat_reads_edge_features_from_a_sparse_tensor(device):
+    """RGCN reads the types of the edges there."""
+    edge_index, kind = graph(device)
+    order = (edge_index[1] * NODES + edge_index[0]).argsort(stable=True)
+    edge_index, kind = edge_index[:, order], kind[order]
+    features = torch.randn(EDGES, 3, dtype=torch.float64, device=device)
+    x = torch.randn(NODES, 8, dtype=torch.float64, device=device, requires_grad=True)
+    layers = pair_of_layers(RGATConv, FastRGATConv, device, 8, 6, RELATIONS, edge_dim=3)
+    compat.install()
+    try:
+        matrix = torch_geometric.typing.SparseTensor.from_edge_index(
+            edge_index.flip(0), features, (NODES, NODES), is_sorted=True
+        )
+        assert_same(layers, [x], x, matrix, kind)
+        torch.testing.assert_close(layers[1](x, matrix, kind), layers[1](x, edge_index, kind, features))
+    finally:
+        compat.uninstall()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
