@@ -48,7 +48,7 @@ _PARTS = {
         "tensor": "tensor",
     },
 }
-#: Packages whose modules may have imported PyG's flags. A flag of this name in other modules may be their own.
+#: Packages whose modules may have imported PyG's flags. Other modules may have a flag of their own.
 _FLAGGED = ("torch_geometric", "fastsparse_pyg")
 
 

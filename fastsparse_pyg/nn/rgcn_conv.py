@@ -199,6 +199,12 @@ class FastRGCNConv(_RelationalConv, RGCNConv):
         torch.Size([3, 4])
     """
 
+    def __prepare_scriptable__(self) -> pyg.MessagePassing:
+        """PyG's layer, with an attribute that its `forward` sets and that TorchScript requires before."""
+        layer = super().__prepare_scriptable__()
+        layer._use_segment_matmul_heuristic_output = False
+        return layer
+
 
 class FastFastRGCNConv(_RelationalConv, pyg.FastRGCNConv):
     r"""PyG's :class:`~torch_geometric.nn.conv.FastRGCNConv` on FastSparse kernels.

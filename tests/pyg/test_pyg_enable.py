@@ -643,7 +643,7 @@ except ModuleNotFoundError:
 
 
 def test_placeholders_are_replaced_in_every_loaded_module():
-    """A module imported `SparseTensor` from PyG early and reads PyG's flag later, like PyG's own tests."""
+    """PyG's own tests import `SparseTensor` first, and read PyG's flag later."""
     pytest.importorskip("torch_geometric")
     code = """
 import importlib.util, sys, types

@@ -159,6 +159,18 @@ def test_torch_script(name):
     torch.testing.assert_close(torch.jit.script(model)(X, EDGES), expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"num_bases": 2}, {"num_blocks": 2}], ids=str)
+def test_torch_script_of_rgcn(options):
+    """PyG's layer can be scripted after a call, in which it sets an attribute."""
+    kind = torch.arange(EDGES.size(1)) % 3
+    layer = original.RGCNConv(16, 8, 3, **options)
+    expected = layer(X, EDGES, kind)
+    torch.testing.assert_close(torch.jit.script(layer)(X, EDGES, kind), expected)
+    fast = fastsparse_pyg.FastRGCNConv(16, 8, 3, **options)
+    fast.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(torch.jit.script(fast)(X, EDGES, kind), expected)
+
+
 def test_torch_script_of_a_layer_without_an_original():
     with pytest.raises(NotImplementedError, match="FastMaxKGCNConv has no original"):
         torch.jit.script(FastMaxKGCNConv(16, 8, k=4))
