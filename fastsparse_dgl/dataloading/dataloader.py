@@ -150,8 +150,8 @@ def _why_not_sampled(graph: GraphLike, sampler: Any) -> str:
     kind = type(sampler)
     if not isinstance(sampler, NeighborSampler):
         return (
-            f"graph_sampler is a {kind.__name__}. Use fastsparse_dgl.NeighborSampler; a fanout of -1 takes "
-            "all neighbours"
+            f"FastSparse samples only for fastsparse_dgl.NeighborSampler, not for {kind.__name__}. A fanout "
+            "of -1 takes all neighbors"
         )
     for name in ("sample", "sample_blocks", "assign_lazy_features"):
         if getattr(kind, name) is not getattr(NeighborSampler, name):

@@ -412,6 +412,6 @@ def test_another_sampler_on_a_gpu_is_a_warning():
     graph = with_data()
     with (
         enabled(),
-        pytest.warns(SlowPathWarning, match="Use fastsparse_dgl.NeighborSampler"),
+        pytest.warns(SlowPathWarning, match="FastSparse samples only for fastsparse_dgl.NeighborSampler"),
     ):
         loader(graph, dgl.dataloading.ShaDowKHopSampler([2]), "cuda")

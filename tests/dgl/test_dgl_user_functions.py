@@ -832,6 +832,20 @@ def test_autocast(case: Case, device: str, plans: list[tuple[str, ...]]) -> None
         assert errors[0] <= 0.03 + 2 * errors[1]
 
 
+def test_layers_that_are_no_attributes_are_named() -> None:
+    """The report says how to write a lambda that calls a layer of its closure."""
+    layer, some = nn.Linear(WIDTH, WIDTH).double(), graph()
+    some.ndata["h"] = inputs()["n"]["h"]
+    call_report.start_recording()
+    try:
+        with enabled():
+            some.update_all(lambda edges: {"m": layer(edges.src["h"])}, total)
+        reasons = {row.reason for row, _ in call_report.report().rows if row.call == "update_all"}
+    finally:
+        call_report.stop_recording()
+    assert reasons == {"calls a Linear that is not an attribute of a module, as in self.lin(...)"}
+
+
 def test_the_report_names_plans_and_reasons() -> None:
     call_report.start_recording()
     try:

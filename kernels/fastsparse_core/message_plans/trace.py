@@ -225,6 +225,9 @@ def trace_function(
     tracer.traced_func_name = _BODY
     probe, state = _probe(layer, type(layer), body, guards, (), (), {_BODY: call})
     graph = tracer.trace(probe)
+    if any(node.op == "call_module" and not node.target for node in graph.nodes):
+        name = type(layer).__name__
+        raise Untraceable(f"calls a {name} that is not an attribute of a module, as in self.lin(...)")
     _check_graph(graph, layer)
     for name in _assigned(probe, state):
         raise Untraceable(f"writes self.{name}")
