@@ -23,7 +23,7 @@ from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import has_plain_call, is_plain_eager, may_be_one_node, why_watched
+from fastsparse_core.ops._eager import CHANGES_OF_CALL, is_plain_eager, may_be_one_node, why_watched
 from fastsparse_core.ops._eager import is_plain_linear as is_plain_linear_of
 from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.tiling import NeighbourSum
@@ -232,7 +232,7 @@ class FastConv(MessagePassing):
         if type(aggregation) not in self._aggregations:
             names = " or ".join(repr(REDUCE[each]) for each in self._aggregations)
             return Reason(f"aggr={self.aggr!r} has no kernel", f"Use aggr={names}")
-        if not has_plain_call(aggregation):
+        if any(map(aggregation.__dict__.get, CHANGES_OF_CALL)):
             return fallback.HOOKED_AGGREGATION
         if state["_decomposed_layers"] > 1:
             return fallback.DECOMPOSED
@@ -538,7 +538,7 @@ def is_plain_call(layer: MessagePassing) -> bool:
         or "update" in state
         or methods.aggregate is not MessagePassing.aggregate
         or methods.update is not MessagePassing.update
-        or not has_plain_call(aggregation)
+        or any(map(aggregation.__dict__.get, CHANGES_OF_CALL))
         or has_message_hook(state)
     )
 

@@ -16,7 +16,7 @@ from fastsparse_core import Adjacency, attention, recorded
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.log import range_text
-from fastsparse_core.ops._eager import has_plain_call
+from fastsparse_core.ops._eager import CHANGES_OF_CALL
 from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import lookup
 from fastsparse_pyg.graph import cure_of_ids, for_pyg, raise_graph
@@ -213,6 +213,6 @@ class FastHGTConv(AttentionConv, HGTConv):
             if not is_plain_linear(maps[node_type]):
                 return fallback.HOOKED_LINEAR
         for module in modules:
-            if not has_plain_call(module):
+            if any(map(module.__dict__.get, CHANGES_OF_CALL)):
                 return fallback.HOOKED_LINEAR
         return super()._reason(x, x, next(iter(edge_index.values())))

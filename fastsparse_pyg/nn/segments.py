@@ -23,7 +23,7 @@ from fastsparse_core.message_plans.ends import (
     reduce_by_softmax,
     softmax_of_edges,
 )
-from fastsparse_core.ops._eager import has_plain_call
+from fastsparse_core.ops._eager import CHANGES_OF_CALL
 
 
 def softmax(
@@ -65,7 +65,7 @@ _AGGREGATIONS = {
 def reduction_of(module: Any) -> str:
     """Returns the name of a PyG aggregation's reduction; "" if :func:`aggregate` does not support it."""
     how = _AGGREGATIONS.get(type(module), "")
-    if not how or not has_plain_call(module):
+    if not how or any(map(module.__dict__.get, CHANGES_OF_CALL)):
         return ""
     # With `semi_grad`, PyG computes the gradient of only one term of the variance.
     if (how == "var" and module.semi_grad) or (how == "std" and module.var_aggr.semi_grad):
