@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.utils.data
+from torch.fx import _symbolic_trace
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fastsparse_core.log import current_line, table_text
@@ -283,8 +284,11 @@ def inside(call: str) -> Iterator[None]:
 
 
 def record(call: str, by: str, reason: str = "", cure: str = "") -> None:
-    """Counts a call if calls are recorded; the arguments are those of :class:`Row`."""
-    if _is_recording:
+    """Counts a call if calls are recorded; the arguments are those of :class:`Row`.
+
+    Calls during a symbolic trace by `torch.fx` compute nothing, so they do not count.
+    """
+    if _is_recording and not _symbolic_trace._is_fx_tracing_flag:
         row = Row(current_line(), call, by, reason, cure, _caller.get())
         _counts[row] += 1
         if _clock is not None:

@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch.fx import Proxy
 from torch.nn import Module
 
 from fastsparse_core import log
@@ -287,6 +288,8 @@ class FirstCalls:
         is_container = isinstance(layer, self._containers)
         with listening(reasons.append), contextlib.nullcontext() if is_container else inside(name):
             out = Module.__call__(layer, *args, **kwargs)
+        if isinstance(out, Proxy):  # a symbolic trace, such as PyG's `to_hetero`, computed nothing
+            return out
         if reasons:
             record(name, self._framework, reasons[0].cause, reasons[0].cure)
         elif kernel := self._kernel(layer):

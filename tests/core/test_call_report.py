@@ -47,6 +47,17 @@ def test_calls_inside_of_a_call_are_listed_and_not_counted(monkeypatch):
     assert "softmax in GATConv" in str(found)
 
 
+def test_calls_of_a_symbolic_trace_do_not_count():
+    def forward(x):
+        call_report.record("scatter", "segments")
+        return x + 1
+
+    torch.fx.symbolic_trace(forward)
+    assert not fastsparse_core.report().rows
+    forward(torch.ones(1))
+    assert len(fastsparse_core.report().rows) == 1
+
+
 def test_at_most_three_sentences_of_advice():
     for name in ("a", "b", "c", "d"):
         call_report.record(name, "PyG", "too slow", "Do it faster")

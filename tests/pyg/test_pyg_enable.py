@@ -27,6 +27,7 @@ from torch_geometric.nn import (
     global_add_pool,
     global_max_pool,
     global_mean_pool,
+    to_hetero,
 )
 from torch_geometric.utils import degree, scatter, segment, softmax, spmm
 
@@ -400,6 +401,23 @@ def test_the_report_counts_a_layer_once(enabled, graph):
     callers = {row.call: row.caller for row, _ in call_report.report().rows}
     assert callers == {"GATConv": "", "Normalised": "", "softmax": "Normalised", "scatter": ""}
     assert "computed 2 of 3 calls" in str(call_report.report())
+
+
+def test_the_report_does_not_count_calls_of_a_trace(enabled, graph):
+    """`to_hetero` traces a model by a tracer of PyG's own."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = GCNConv(8, 4, add_self_loops=False)
+
+        def forward(self, x, edge_index):
+            return self.conv(x, edge_index)
+
+    to_hetero(Net(), (["u"], [("u", "to", "u")]))
+    assert not call_report.report().rows
+    Net()(*graph)
+    assert calls_of("GCNConv")
 
 
 def test_accelerate_and_restore_rule(enabled, graph):
