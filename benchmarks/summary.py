@@ -258,7 +258,7 @@ def _page(topic: Topic, records: list[Record], folder: Path, drawn: tuple[Path, 
                 parts.append(f"Charts: {', '.join(links)}.\n")
             found = [table for table in chapter.tables(result) if table.rows]
             parts += [shown.markdown() for table in found for shown in readable(table)]
-            parts += [f"- {note.replace('rival', 'baseline')}" for note in result["notes"]]
+            parts += [f"- {note}" for note in result["notes"]]
             parts += [""] if result["notes"] else []
         for machine, together in _together(mine, chapter):
             parts.append(f"{level} {_machine(mine, machine)}, all records together\n")

@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(kThreads)
 // ---------------------------------------------------------------- sample
 
 // Chooses `fanout` entries of a row uniformly without replacement; kLanes lanes handle a row. Floyd's method
-// (Bentley and Floyd, "A sample of brilliance", 1987): the j-th of k numbers is drawn from 0 to last = n - k
-// + j. If an earlier number is the same, `last` is chosen instead.
+// (Bentley and Floyd, "A sample of brilliance", 1987) draws the j-th of k numbers from 0 to last, where
+// last = n - k + j. If an earlier number is the same, `last` is chosen instead.
 template <int kLanes>
 __global__ void __launch_bounds__(kThreads)
     sample_rows_kernel(const __grid_constant__ SampleStep step, const NodeTable table, std::uint64_t seed) {
